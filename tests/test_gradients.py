@@ -1175,7 +1175,7 @@ def _hand_over() -> None:
     reducer = GradientReducer([parameter])
     now, left = 7, []
     current = _core.CurrentPass(lambda: now)
-    hook = _core.ReadyHook(current, reducer._reducer, 0, *reducer._slots.quick(0), left.append)
+    hook = _core.ReadyHook(current, reducer._reducer, 0, *reducer._slots._quick[0], left.append)
     values = torch.arange(6.0).view(2, 3)
     resized = values.clone()
     resized.untyped_storage().resize_(8)

@@ -529,6 +529,26 @@ def test_judge_knows_which_barrier_a_rank_is_in(left_out: str | None, may: bool)
     assert any("rank 1 left the barrier before rank 0 came" in text for text in found) != may
 
 
+@pytest.mark.parametrize(("first", "blocks"), [("0", True), ("2", False)])
+def test_judge_knows_what_blocks_unseen(first: str, blocks: bool) -> None:
+    """Rank 1 leaves a broadcast out and sends: rank 0 receives that after the broadcast, in which it waits for rank 1, and only their
+    time-outs end it (108004904). A later collective would be compared."""
+    program = {
+        "ranks": 2,
+        "groups": {"world": [0, 1]},
+        "calls": {
+            "0": {"call": "message", "group": "world", "src": 1, "dst": 0},
+            "1": {"call": "broadcast", "group": "world", "root": 0},
+            "2": {"call": "all_gather", "group": "world"},
+        },
+        "steps": [
+            [["call", "1"], ["issue", "0"], ["call", "2"], ["wait", "0"]],
+            [["call", first], ["call", "2" if first == "0" else "0"]],
+        ],
+    }
+    assert judge._blocks_unseen(program, {"kind": "missing", "rank": 1, "call": "1"}) == blocks
+
+
 def test_a_seed_is_a_program_with_a_fault() -> None:
     """The same seed gives the same program; each medium has each of its faults in each kind of job, and each kind of event."""
     for medium, kinds in faults.FAULTS.items():

@@ -212,7 +212,7 @@ def _report(
         f"wrong: {program['wrong']}, fault: {program.get('fault')}"
     )
     for text in complaints[:6]:
-        print(f"    {text[:3000]}")
+        print(f"    {text[:3000]}", flush=True)  # making it small takes minutes
     name = f"seed-{program['seed']}-{program['medium']}"
     (folder / f"{name}.json").write_text(json.dumps(program))
     (folder / f"{name}.txt").write_text("\n".join(complaints))

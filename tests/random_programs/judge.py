@@ -399,8 +399,16 @@ def _blocks_unseen(program: dict[str, Any], wrong: dict[str, Any]) -> bool:
     """Whether the rank that leaves a call out waits for others before it makes a later collective of that group: they may wait
     for its call meanwhile, and neither issues anything that could be compared."""
     group = program["calls"][wrong["call"]]["group"]
+    # What others make after it: they may be in it when this rank waits for them (seed 108004904).
+    later = {wrong["call"]: False}
+    for steps in program["steps"]:
+        made = [step[1] for step in steps if step[0] in ("issue", "call")]
+        if wrong["call"] in made:
+            later |= dict.fromkeys(made[made.index(wrong["call"]) + 1 :], True)
     for step in program["steps"][wrong["rank"]]:
-        if step[0] not in ("issue", "call", "wait") or int(step[1]) <= int(wrong["call"]):
+        if step[0] not in ("issue", "call", "wait"):
+            continue
+        if int(step[1]) <= int(wrong["call"]) and not later.get(step[1]):
             continue
         spec = program["calls"][step[1]]
         is_compared = spec["group"] == group and spec["call"] not in _NOT_COMPARED

@@ -191,7 +191,6 @@ class GradientReducer:
             ends.callback(self._tuning.close)
         self._enabled = True
         self._pass: BackwardPass | None = None
-        self._current = _core.CurrentPass(_task)
         # Completes when the operations of a pass that raised have ended.
         self._withdrawn: _core.Ticket | None = None
         self._steps = Steps()
@@ -201,7 +200,7 @@ class GradientReducer:
         for index, parameter in enumerate(trained.dense):
             ready: Callable[[torch.nn.Parameter], None] = functools.partial(GradientReducer._ready, this, index)
             if not self._checks.slow:
-                ready = _core.ReadyHook(self._current, self._reducer, index, *self._slots.quick(index), ready)
+                ready = self._slots.hook(self._reducer, index, ready)
             ends.callback(parameter.register_post_accumulate_grad_hook(ready).remove)
         for parameter in trained.sparse:
             sparse_ready = functools.partial(GradientReducer._sparse_ready, this)
@@ -227,11 +226,8 @@ class GradientReducer:
         pass, outside `no_sync`. A step of an optimizer does the same; call this where gradients are changed before that
         (``clip_grad_norm_``, ``GradScaler.unscale_``).
 
-        Blocks until the averages are there.
-
-        Raises:
-            penstock.errors.Config: what passes under `no_sync` have left was changed since; nothing was sent.
-            What ``backward`` raises.
+        Blocks until the averages are there. Raises what ``backward`` does, and `penstock.errors.Config` where what passes under
+        `no_sync` have left was changed since.
         """
         if not self._synchronises():
             return
@@ -292,8 +288,6 @@ class GradientReducer:
         _alive.pop(self._number, None)
         ownership.release(self, self._trained.owners())
         self._end()
-
-    # ------------------------------------------------------------------ one backward pass
 
     @staticmethod
     def _ready(this: weakref.ref[GradientReducer], index: int, parameter: torch.nn.Parameter) -> None:
@@ -377,8 +371,7 @@ class GradientReducer:
         else:
             current.task = task
             passes.at_end(functools.partial(self._end_pass, task), self._abandon)
-            states = current.states
-            self._current.follow(task, current.handed, states.addresses, states.versions, current.shared)
+            self._slots.follow(current)
 
     def _nested_is_over(self) -> None:
         """A nested pass has ended. The outer one may reach no parameter itself."""
@@ -465,9 +458,10 @@ class GradientReducer:
             raise
         self._is_over()
 
-    def _is_over(self) -> None:
-        self._pass = None
-        self._current.end()
+    def _is_over(self) -> BackwardPass | None:
+        current, self._pass = self._pass, None
+        self._slots.end()
+        return current
 
     def _check_unchanged(self, current: BackwardPass) -> None:
         """Raise if a gradient was changed while it was being averaged: what then comes out is right on no rank."""
@@ -485,10 +479,9 @@ class GradientReducer:
         Args:
             grace_s: how long to wait for the failure of a step that cannot be withdrawn any more.
         """
-        current = self._pass
+        current = self._is_over()
         if current is None:
             return
-        self._is_over()
         if current.flushed is not None:
             self._break_off(current.flushed, grace_s)
             return

@@ -8,7 +8,7 @@ over.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,6 +16,7 @@ from penstock import _core
 from penstock.errors import Config as ConfigError
 from penstock.torch.arguments import is_wrapper, no_memory
 from penstock.torch.layout import Layout, layout
+from penstock.training.passes import BackwardPass
 
 __all__ = ["Slots"]
 
@@ -30,6 +31,7 @@ class Slots:
 
     def __init__(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         self._names = names
+        self._current = _core.CurrentPass(torch._C._current_graph_task_id)
         self._slots = [_slot(one) for one in parameters]
         self._quick = [
             (_core.TensorCheck(torch.empty_strided(shape, strides, dtype=dtype)), one.nbytes, one.itemsize)
@@ -72,10 +74,20 @@ class Slots:
             reducer.submit(index, address, nbytes, keep)
         return gradient, address, size == nbytes
 
-    def quick(self, index: int) -> tuple[_core.TensorCheck, int, int]:
-        """What `submit` looks at first: how a gradient that is reduced where it lies is laid out, and the bytes of all of it and
-        of an element."""
-        return self._quick[index]
+    def hook(
+        self, reducer: _core.Reducer, index: int, otherwise: Callable[[torch.nn.Parameter], None]
+    ) -> _core.ReadyHook:
+        """The hook of a parameter: submits a gradient of the pass that is followed, if it is reduced where it lies; or else calls
+        ``otherwise`` with the parameter."""
+        return _core.ReadyHook(self._current, reducer, index, *self._quick[index], otherwise)
+
+    def follow(self, one: BackwardPass) -> None:
+        """From now on, hooks hand over the gradients of this pass."""
+        self._current.follow(one.task, one.handed, one.states.addresses, one.states.versions, one.shared)
+
+    def end(self) -> None:
+        """The pass has ended, or was dropped."""
+        self._current.end()
 
     def zeros(self, index: int) -> torch.Tensor:
         """Zeros in place of a gradient that this rank does not have."""

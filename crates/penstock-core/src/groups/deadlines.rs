@@ -95,12 +95,15 @@ impl<B> Group<B> {
         let late = late.map(|(op, active)| (active.started, *op)).min().map(|(_, op)| op);
         if let Some(op) = late {
             let failure = self.late(&common.early, op);
-            // A rank that waits for one that has not opened the channel knows more, and should report first.
             let awaited = self.ops[&op].operation.awaited();
             let has_opened = |rank: &u32| self.ops[&op].issued.get(rank).is_some_and(|count| *count > 0);
-            if op.channel != ChannelId::MAIN && op.seq == 0 && awaited.iter().all(has_opened) {
-                let about = About::Operation(op);
-                if common.pending_failures.iter().all(|known| (known.group, known.about) != (self.id, about)) {
+            // A rank that waits for one that has not opened the channel knows more, and should report first.
+            let others_know_more = op.channel != ChannelId::MAIN && op.seq == 0 && awaited.iter().all(has_opened);
+            let about = About::Operation(op);
+            let is_pending = common.pending_failures.iter().any(|known| (known.group, known.about) == (self.id, about));
+            // Or what was awaited has come, and this rank is about to work on it; that may lead to another question.
+            if others_know_more || awaited.is_empty() || is_pending {
+                if !is_pending {
                     common.pending_failures.push(Pending { by: now.plus(SECOND), group: self.id, failure, about });
                 }
                 return;
@@ -150,6 +153,14 @@ impl<B> Group<B> {
             }
         });
         let awaited: Vec<String> = awaited.collect();
+        if awaited.is_empty() {
+            let message = format!(
+                "Timed out after {}: all that it needs of others has come, and this rank has not worked on that in time. Raise the \
+                 time-out (timeout= of init_process_group) if that is expected.",
+                seconds(active.timeout)
+            );
+            return Failure::fatal(FailureKind::Timeout, message);
+        }
         let blocked: Vec<String> = (self.members.others())
             .filter(|(rank, _)| op.sequence.is_send_to(*rank))
             .filter_map(|(rank, peer)| Some((rank, self.sends_in_vain(early, peer)?)))

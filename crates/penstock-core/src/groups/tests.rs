@@ -153,6 +153,8 @@ struct Rank {
     steps: VecDeque<(Time, Step)>,
     /// When it looks for what is late.
     tick: Time,
+    /// It does no work that takes long before.
+    works_from: Time,
     is_dead: bool,
 }
 
@@ -165,6 +167,8 @@ enum Step {
     Close(ChannelId),
     Fail(ChannelId, Failure),
     Leave,
+    /// It does no work that takes long for so many nanoseconds.
+    Rest(u64),
     Die,
 }
 
@@ -208,7 +212,7 @@ impl World {
                 rng: rng.fork(),
             };
             let groups = Groups::new(node(rank), Thresholds::default(), 1 << 14);
-            Rank { groups, host, steps: VecDeque::new(), tick: Time(0), is_dead: false }
+            Rank { groups, host, steps: VecDeque::new(), tick: Time(0), works_from: Time(0), is_dead: false }
         });
         let ranks = ranks.collect();
         let mut world = World { now: Time(0), ranks, paths: HashMap::new(), rng };
@@ -288,7 +292,7 @@ impl World {
             let machines = (0..).zip(&rank.host.peers).filter(lives).map(|(_, machine)| machine.poll_timeout(self.now));
             let step = rank.steps.front().map(|(at, _)| *at);
             let next = machines.chain(step).fold(rank.tick, Time::min);
-            if rank.groups.has_work() { self.now.plus(1000) } else { next }
+            if rank.groups.has_work() { next.min(rank.works_from.max(self.now.plus(1000))) } else { next }
         });
         frames.chain(ranks).min().expect("somebody lives")
     }
@@ -360,11 +364,12 @@ impl Rank {
                 Step::Close(channel) => groups.close(host, Scope { group: GROUP, channel }, false),
                 Step::Fail(channel, failure) => groups.fail(host, Scope { group: GROUP, channel }, failure, true),
                 Step::Leave => groups.leave(host, GROUP),
+                Step::Rest(time) => self.works_from = now.plus(time),
                 Step::Die => self.is_dead = true,
             }
         }
-        let Rank { groups, host, tick, .. } = self;
-        if groups.has_work() {
+        let Rank { groups, host, tick, works_from, .. } = self;
+        if groups.has_work() && *works_from <= now {
             groups.work(host);
         }
         for peer in 0..host.peers.len() as PeerId {
@@ -433,6 +438,31 @@ const GROUP: GroupId = GroupId(77);
 const TIMEOUT: u64 = 20 * SECOND;
 /// A run takes some thousand.
 const MOST_TURNS: usize = 100_000;
+
+/// A message comes just before the receiver's time-out, and it takes a while to read it: that is no time-out. A rank that does not
+/// read it at all says so, and blames nobody.
+#[test]
+fn what_has_come_before_the_time_out_is_worked_on() {
+    seeded(20, |seed, rng| {
+        let ends = rng.bool();
+        let mut world = World::new(seed, &[0, 0]);
+        let broadcast = |timeout| Call { timeout, ..call(Collective::Broadcast { root: 1 }, Name::Broadcast, 40_000) };
+        world.plan(0, 0, Step::Issue(0, broadcast(3 * SECOND)));
+        world.plan(0, SECOND, Step::Rest(if ends { 2 * SECOND + 500 * MILLISECOND } else { 10 * SECOND }));
+        world.plan(1, 3 * SECOND - rng.u64(50 * MILLISECOND..SECOND), Step::Issue(0, broadcast(TIMEOUT)));
+        let start = world.now;
+        let over = |world: &World| world.ranks.iter().all(|rank| rank.ended(0).is_some());
+        assert!(world.run(over, start.plus(6 * SECOND)), "seed {seed}: no end");
+        let (at, result) = world.ranks[0].ended(0).expect("it is over");
+        match result {
+            Ok(()) => assert!(ends && at.since(start) > 3 * SECOND, "seed {seed}"),
+            Err(failure) => {
+                let says = "Timed out after 3.0 s: all that it needs of others has come, and this rank";
+                assert!(!ends && failure.message.contains(says), "seed {seed}: {failure}");
+            }
+        }
+    });
+}
 
 /// Collectives and messages, issued by all ranks at their own times: all end well, and nothing is kept of them.
 #[test]
