@@ -531,8 +531,8 @@ def test_judge_knows_which_barrier_a_rank_is_in(left_out: str | None, may: bool)
 
 @pytest.mark.parametrize(("first", "blocks"), [("0", True), ("2", False)])
 def test_judge_knows_what_blocks_unseen(first: str, blocks: bool) -> None:
-    """Rank 1 leaves a broadcast out and sends: rank 0 receives that after the broadcast, in which it waits for rank 1, and only their
-    time-outs end it (108004904). A later collective would be compared."""
+    """Rank 1 leaves a broadcast out and sends: rank 0 receives that after the broadcast, in which it waits for rank 1, and only
+    their time-outs end it (108004904). A later collective would be compared."""
     program = {
         "ranks": 2,
         "groups": {"world": [0, 1]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -248,3 +249,190 @@ def test_a_cluster_file_is_simulated(tmp_path: Any) -> None:
     assert "is below that of hosts: the simulator has no such link" in run("--cluster", str(path)).output
     path.write_text("version: 1\nhosts: {h0: }\n")
     assert "jobs: the simulator takes one, here are 0" in run("--cluster", str(path)).output
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [({"flow_caps_bit_s": (10**7,)}, "flow_cap"), ({"background_bit_s": 10**7}, "background")],
+)
+def test_what_no_simulator_has_is_refused(tmp_path: Any, change: dict[str, Any], path: str) -> None:
+    """With its place in the file, by both simulators, where packets pass the link; elsewhere it changes nothing."""
+    made = generate.racks(4, 2, servers=1, uplink={"delay_ns": 0}, **LINK)
+    on_path, elsewhere = tmp_path / "on_path.yaml", tmp_path / "elsewhere.yaml"
+    on_path.write_text(file.dump(made.with_link("h2", **change)))
+    both = {"aggregation": "--blocks 9 --no-faults --patient", "collective": "--bytes 4000 --repeat 1"}
+    for command, options in both.items():
+        refused = run("--cluster", str(on_path), *options.split(), command=command)
+        place = rf"on_path\.yaml:\d+:\d+: links\[\d+\]\.{path}: the simulator has no "
+        assert refused.exit_code == 2 and re.search(place, refused.output), refused.output
+    # A server's link is none of a collective's, and an aggregator in the core none of this deployment's.
+    elsewhere.write_text(file.dump(made.with_link("s0", **change)))
+    result = run("--cluster", str(elsewhere), *both["collective"].split(), command="collective")
+    assert result.exit_code == 0, result.output
+
+
+# Collectives among ranks
+
+
+def collective(*arguments: str) -> list[dict[str, str]]:
+    """The rows of the table, after its first line."""
+    result = run(*arguments, command="collective")
+    assert result.exit_code == 0, result.output
+    first, _, *rows = result.stdout.splitlines()
+    row = re.compile(
+        r" *(?P<ms>[\d.]+) +(?P<promised>[\d.]+) +(?P<ratio>[\d.]+|-)  (?P<link>\w+ to \w+) +(?P<share>[\d.]+%|-) +"
+        r"(?P<bytes>\d+) +(?P<frames>\d+)"
+    )
+    matches = [row.fullmatch(line) for line in rows]
+    assert all(matches), result.output
+    return [{"first": first, **match.groupdict()} for match in matches if match]
+
+
+def test_a_ring_takes_what_its_plan_promises() -> None:
+    """Within 1 %, on a star: 16 ranks send 30 chunks of 16 KiB one after the other, and each frame waits for nothing."""
+    options = "--ranks 16 --bytes 262144 --rate 10000 --delay 0.005 --algorithm ring --repeat 2"
+    rows = collective(*options.split())
+    assert [row["first"] for row in rows] == ["all_reduce of 262144 bytes, 16 ranks: ring"] * 2
+    # 30 x (16 KiB at 1.25 GB/s, and a trip: two delays of 5 us and the switch's 16 KiB).
+    assert rows[1]["promised"] == "1.086"
+    assert 0.99 < float(rows[1]["ratio"]) < 1.01
+    assert float(rows[1]["ms"]) / float(rows[1]["promised"]) == pytest.approx(float(rows[1]["ratio"]), abs=2e-3)
+    # A rank's link carries all but a 16th of the tensor twice, with headers.
+    assert 1.0 < int(rows[1]["bytes"]) / (2 * 262_144 * 15 / 16) < 1.02
+
+
+def test_the_same_arguments_give_the_same_numbers() -> None:
+    """Also in another process of another machine: nothing is drawn, and no clock is read."""
+    options = "--ranks 12 --shape racks --racks 3 --bytes 1200000 --rate 1000 --repeat 2"
+    assert collective(*options.split()) == collective(*options.split())
+    assert collective(*options.split()) != collective(*options.split(), "--uplink", "200")
+
+
+def test_slow_uplinks_are_the_busiest_links() -> None:
+    """A ring's flow leaves each rack once: at a fifth of the rate it takes five times as long, and the uplink is full."""
+    options = "--ranks 8 --shape racks --bytes 4000000 --algorithm ring --repeat 1"
+    [fast], [slow] = collective(*options.split()), collective(*options.split(), "--uplink", "200")
+    assert 4 < float(slow["ms"]) / float(fast["ms"]) < 6
+    assert re.fullmatch(r"r\d to core|core to r\d", slow["link"])
+    assert float(slow["share"].rstrip("%")) > 90
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier"],
+)
+def test_every_collective_is_simulated(name: str) -> None:
+    """With the planner's algorithm; a barrier has no bytes."""
+    [row] = collective("--collective", name, "--ranks", "3", "--bytes", "120000", "--repeat", "1")
+    assert row["first"].startswith(f"{name}, 3 ranks: " if name == "barrier" else f"{name} of 120000 bytes, 3 ranks: ")
+    assert float(row["ms"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--ranks 1", "--ranks"),
+        ("--ranks 2000", "--ranks: the number of ranks is 2000; 2 to 1024 are possible"),
+        ("--ranks 300 --collective all_to_all --bytes 1200", "--ranks: each of 300 ranks sends to each"),
+        ("--bytes 5", "--bytes: 5 bytes; multiples of 4"),
+        ("--bytes 20000000000", "--bytes: 20000000000 bytes"),
+        ("--bytes 16000000000 --ranks 128", "--bytes: all ranks send"),
+        (
+            "--bytes 1000 --collective all_gather --ranks 7",
+            "--bytes: all-gather of 1000 bytes: must be a multiple of 7",
+        ),
+        ("--repeat 5000", "--repeat: 5000 repetitions; 1 to 1000"),
+        ("--rate 0.5", "--rate: 0.5 Mbit/s; 1 to 10000000 are possible"),
+        ("--rate nan", "--rate is nan"),
+        ("--shape racks --uplink 0.5", "--uplink: 0.5 Mbit/s"),
+        ("--delay 2000", "--delay: 2000 ms; up to 1000"),
+        ("--queue 8", "--queue: 8192 bytes; 16496 and more"),
+        ("--uplink 100", "--uplink is for --shape racks"),
+        ("--racks 3", "--racks is for --shape racks"),
+        ("--shape racks --racks 9", "racks=9: give 1 to 8"),
+        ("--algorithm rnig", "unknown algorithm"),
+        ("--algorithm tree", "--algorithm: tree is no algorithm for all-reduce; choose one of: ring"),
+        ("--algorithm aggregated", "--algorithm: aggregated is no algorithm for all-reduce"),
+        ("--algorithm exchange", "--algorithm: exchange does not do for so many bytes"),
+        ("--algorithm ring --collective barrier", "--algorithm: only an all-reduce takes an algorithm"),
+        ("--collective gather --queue 20 --bytes 4000000", "--queue: was full after"),
+        ("--cluster missing.yaml", "missing.yaml"),
+        ("--cluster missing.yaml --ranks 3", "says what the network is, and so does --ranks"),
+    ],
+)
+def test_collectives_that_cannot_be(options: str, message: str) -> None:
+    """Each is refused in words, with its option."""
+    result = run(*options.split(), command="collective")
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split()), result.output
+
+
+def test_a_cluster_file_has_its_own_links(tmp_path: Any) -> None:
+    """Ranks are the job's, in its order, and each link has its own rate, delay and queue. Errors have the place in the file."""
+    # In front of the slow link all of a window waits: there is no TCP that would slow down.
+    made = generate.racks(4, 2, servers=1, **LINK | {"queue_bytes": None}).with_link("h2", rate_bit_s=5 * 10**7)
+    path = tmp_path / "cluster.yaml"
+
+    def of(cluster: Any, *options: str) -> click.testing.Result:
+        path.write_text(file.dump(cluster))
+        return run("--cluster", str(path), "--repeat", "1", *options, command="collective")
+
+    path.write_text(file.dump(made))
+    [row] = collective("--cluster", str(path), "--repeat", "1", "--bytes", "400000", "--algorithm", "ring")
+    assert row["first"].endswith("4 ranks: ring") and row["link"] in ("h2 to r1", "r1 to h2")
+    # The slowest link decides, 600 kB at 50 Mbit/s, and six trips of 16 KiB over another switch take 1.41 ms each.
+    assert float(row["promised"]) == pytest.approx(104.5, abs=0.1) and 0.9 < float(row["ratio"]) < 1.1
+    for change, error in (
+        ({"loss": 0.01}, "loss: the simulator of collectives has no TCP"),
+        ({"rate_bit_s": 1000}, "rate: 0.001 Mbit/s; 1 to 10000000 are possible"),
+        ({"delay_ns": 10**30}, "delay: "),
+        ({"queue_bytes": 2000}, "queue: 2000 bytes; 16496 and more"),
+    ):
+        refused = of(made.with_link("h1", **change))
+        assert refused.exit_code == 2, refused.output
+        assert re.search(rf"cluster\.yaml:\d+:\d+: links\[1\]\.{error}", refused.output), refused.output
+    assert of(made.with_link("s0", loss=0.01)).exit_code == 0, "no rank uses the server's link"
+    full = of(made.with_link("h0", queue_bytes=20_000), "--collective", "gather", "--bytes", "4000000")
+    assert re.search(r"cluster\.yaml:\d+:\d+: links\[0\]\.queue: was full after", full.output), full.output
+    job = dataclasses.replace(made.jobs[0], workers=("h0", "h1", "h1"))
+    shared = of(dataclasses.replace(made, jobs=(job,)))
+    assert re.search(r"jobs\.train\.workers\[2\]: another rank has this host", shared.output), shared.output
+    assert "jobs: the simulator takes one, here are 0" in of(dataclasses.replace(made, jobs=())).output
+
+
+def test_only_switches_have_queues() -> None:
+    """What waits at a host waits in its memory; links that no rank uses carry nothing and have no properties."""
+    made = generate.racks(2, 1, servers=1, **LINK)
+    found = simulate.ranks_of_cluster(made)
+    nodes = {name: number for number, name in enumerate((*made.switch, *made.host))}
+    by_ends = {link[:2]: link[2:] for link in found["links"]}
+    assert by_ends[nodes["h0"], nodes["r0"]] == (12_500_000, 50_000, 0, 65_536)
+    assert by_ends[nodes["r0"], nodes["core"]] == (12_500_000, 50_000, 65_536, 65_536)
+    assert by_ends[nodes["s0"], nodes["core"]] == (0, 0, 0, 0)
+    assert (found["ranks"], found["switches"], found["hosts"]) == ([nodes["h0"], nodes["h1"]], 2, 4)
+
+
+def test_long_simulations_tell_how_far_they_are_and_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress goes to standard error; what the callback raises, such as Ctrl-C, ends the simulation within a repetition."""
+    monkeypatch.setattr(simulate, "_PROGRESS_EVERY_S", 0)
+    result = run("--bytes", "4000000", "--repeat", "2", command="collective")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"repetition 2 of 2: [\d.]+ ms so far, [\d.]+ ms promised\n", result.stderr), result.stderr
+    assert len(result.stdout.splitlines()) == 4
+    asked: list[int] = []
+
+    def interrupted(ended: int, time_ns: int, promised_ns: int) -> None:
+        asked.append(time_ns)
+        raise KeyboardInterrupt
+
+    network = simulate.ranks_of_cluster(generate.star(8, **LINK))
+    with pytest.raises(KeyboardInterrupt):
+        _core.simulate_collective(
+            **network,
+            collective="all_reduce",
+            bytes=1 << 29,
+            algorithm=None,
+            repetitions=100,
+            progress=interrupted,
+        )
+    assert len(asked) == 1

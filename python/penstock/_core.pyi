@@ -31,6 +31,7 @@ __all__ = [
     "settle_callbacks",
     "simd_level",
     "simulate_aggregation",
+    "simulate_collective",
     "traffic",
 ]
 
@@ -223,6 +224,18 @@ def simulate_aggregation(
     patient: bool = False,
     faults: bool = True,
     trace: bool = False,
+) -> dict[str, Any]: ...
+def simulate_collective(
+    *,
+    switches: int,
+    hosts: int,
+    ranks: Sequence[int],
+    links: Sequence[tuple[int, int, int, int, int, int]],
+    collective: str,
+    bytes: int,
+    algorithm: str | None,
+    repetitions: int,
+    progress: Callable[[int, int, int], object],
 ) -> dict[str, Any]: ...
 
 @final

@@ -36,7 +36,7 @@ mod _core {
     use super::reducer::Reducer;
 
     #[pymodule_export]
-    use super::simulate::simulate_aggregation;
+    use super::simulate::{simulate_aggregation, simulate_collective};
 
     #[pymodule_export]
     use super::ready::{CurrentPass, ReadyHook};

@@ -1,11 +1,16 @@
-//! The simulator of in-network aggregation, for `penstock simulate aggregation`.
+//! The simulators, for `penstock simulate`.
 
 use penstock_aggregation::{Endpoint, Node, Tree};
+use penstock_engine::plan::PlanError;
 use penstock_sim::aggregation::{Fixed, GIGABIT, Scenario, Shape, Timing};
+use penstock_sim::collective::{Error, Place, Simulation};
+use penstock_sim::network::{Link, LinkId, Topology};
 use penstock_types::MILLISECOND;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+
+use crate::engine::{algorithm_named, collective_named};
 
 /// Runs one seed in virtual time. Returns the outcome; `failure` is None if every result was right. Raises ValueError for a
 /// number out of bounds.
@@ -103,6 +108,116 @@ pub(crate) fn simulate_aggregation<'py>(
     report.set_item("time_ns", outcome.time)?;
     report.set_item("trace", outcome.trace)?;
     Ok(report)
+}
+
+/// Runs a collective of ranks on a network, in virtual time, `repetitions` times one after the other. A root is rank 0.
+///
+/// `switches` and `hosts` are how many of each there are; nodes have numbers, switches first. `ranks` has the node of each rank's host.
+/// `links` has (node, node, bytes a second, nanoseconds, bytes of the queue at the first node, bytes of the queue at the second one) of
+/// each cable, alike in both directions; a rate or a queue of 0 is no limit. `bytes` is as in `Group.start`.
+///
+/// Returns the algorithm, `promised_ns`, and of each repetition `time_ns`, and of the busiest link `link`, the number of the cable,
+/// `is_back`, whether towards the cable's first node, `bytes`, `frames` and `share`, None if it has no rate.
+///
+/// Calls `progress` with the repetitions that have ended, the nanoseconds of the current one, and `promised_ns`, several times a second; what
+/// it raises ends the simulation. Raises ValueError(what, path) for what cannot be simulated, with a path such as "links[3].rate", which
+/// is "" for anything but an argument.
+#[pyfunction]
+#[pyo3(signature = (
+    *, switches, hosts, ranks, links, collective, bytes, algorithm, repetitions, progress,
+))]
+#[allow(clippy::too_many_arguments, reason = "they are keyword-only in Python")]
+pub(crate) fn simulate_collective<'py>(
+    py: Python<'py>,
+    switches: u32,
+    hosts: u32,
+    ranks: Vec<u32>,
+    links: Vec<(u32, u32, u64, u64, u64, u64)>,
+    collective: &str,
+    bytes: u64,
+    algorithm: Option<&str>,
+    repetitions: u32,
+    progress: Py<PyAny>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let mut topology = Topology::default();
+    let mut nodes = (0..switches).map(|_| topology.add_switch()).collect::<Vec<_>>();
+    nodes.extend((0..hosts).map(|_| topology.add_host()));
+    let node = |number: u32| {
+        let found = nodes.get(number as usize).copied();
+        found.ok_or_else(|| PyValueError::new_err(format!("there is no node {number}; there are {}", nodes.len())))
+    };
+    for (a, b, rate, delay, queue_at_a, queue_at_b) in links {
+        let link = Link { rate, delay, ..Link::default() };
+        topology.add_link(node(a)?, node(b)?, Link { queue_bytes: queue_at_a, ..link });
+        topology.add_link(node(b)?, node(a)?, Link { queue_bytes: queue_at_b, ..link });
+    }
+    let simulation = Simulation {
+        topology,
+        hosts: ranks.into_iter().map(node).collect::<PyResult<_>>()?,
+        collective: collective_named(collective, 0)?.0,
+        bytes,
+        algorithm: algorithm.map(algorithm_named).transpose()?,
+        repetitions,
+    };
+    let mut raised = None;
+    let outcome = py.detach(|| {
+        simulation.run(|now| {
+            let called = Python::attach(|py| {
+                py.check_signals()?;
+                progress.call1(py, (now.repetitions, now.time, now.promised))
+            });
+            called.map_err(|error| raised = Some(error)).is_ok()
+        })
+    });
+    if let Some(error) = raised {
+        return Err(error);
+    }
+    let outcome = outcome.map_err(|error| PyValueError::new_err((error.to_string(), path_of(&error))))?;
+    let report = PyDict::new(py);
+    report.set_item("algorithm", outcome.algorithm.name())?;
+    report.set_item("promised_ns", outcome.promised)?;
+    let mut found = Vec::new();
+    for one in outcome.repetitions {
+        let each = PyDict::new(py);
+        let (link, is_back) = cable(one.busiest);
+        each.set_item("time_ns", one.time)?;
+        each.set_item("link", link)?;
+        each.set_item("is_back", is_back)?;
+        each.set_item("bytes", one.bytes)?;
+        each.set_item("frames", one.frames)?;
+        each.set_item("share", one.share)?;
+        found.push(each);
+    }
+    report.set_item("repetitions", found)?;
+    Ok(report)
+}
+
+/// The argument of `simulate_collective` that an error is about.
+fn path_of(error: &Error) -> String {
+    let of_link = |link: LinkId, field: &str| format!("links[{}].{field}", cable(link).0);
+    match error {
+        Error::OutOfBounds { place, .. } => match *place {
+            Place::Ranks => "ranks".into(),
+            Place::Host(rank) => format!("ranks[{rank}]"),
+            Place::Bytes => "bytes".into(),
+            Place::Repetitions => "repetitions".into(),
+            Place::Collective => "collective".into(),
+            Place::Algorithm => "algorithm".into(),
+            Place::Rate(link) => of_link(link, "rate"),
+            Place::Delay(link) => of_link(link, "delay"),
+            Place::Queue(link) => of_link(link, "queue"),
+            Place::Faults(link) => of_link(link, "loss"),
+        },
+        Error::Full { link, .. } => of_link(*link, "queue"),
+        Error::Replaced { .. } | Error::NoPlan(PlanError::NotFor { .. }) => "algorithm".into(),
+        Error::NoPlan(PlanError::Uneven { .. }) => "bytes".into(),
+        _ => String::new(),
+    }
+}
+
+/// The cable of a link, and whether it is the link back.
+fn cable(link: LinkId) -> (u32, bool) {
+    (link.0 / 2, link.0 % 2 == 1)
 }
 
 /// What a list says is below a node. Aggregators get numbers from `count` on, those below one before it.

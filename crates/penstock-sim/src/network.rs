@@ -239,6 +239,12 @@ impl<P: Clone> Network<P> {
         self.add_flow(from, to, path.to_vec())
     }
 
+    /// The links of a flow's path, in order.
+    #[must_use]
+    pub fn path(&self, flow: FlowId) -> &[LinkId] {
+        &self.flows[flow.0 as usize].path
+    }
+
     fn add_flow(&mut self, from: NodeId, to: NodeId, path: Vec<LinkId>) -> FlowId {
         let finish = vec![0; path.len()];
         self.flows.push(Flow { from, to, path, finish, backlog: 0, life: 0, is_blocked: false, awaits_below: None });

@@ -124,6 +124,12 @@ impl Topology {
         [from, to]
     }
 
+    /// How a link behaves, as it was added.
+    #[must_use]
+    pub fn link(&self, link: LinkId) -> Link {
+        self.links[link.0 as usize].2
+    }
+
     /// The links of a shortest path, in order; `None` if there is no path. Of several, `choice` takes one, as a switch does by
     /// a flow's hash.
     #[must_use]

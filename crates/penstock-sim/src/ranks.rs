@@ -1,57 +1,115 @@
-//! Ranks that run the shipped core (`Groups`) and the shipped machines of peers over the virtual network, in one thread. Messages
-//! are phantoms: each has a length and no bytes. Arithmetic takes no time.
+//! Ranks on the virtual network: [`World`] runs the shipped core (`Groups`) and the shipped machines of peers, in one thread.
+//!
+//! Messages are phantoms: each has a length and no bytes. Arithmetic takes no time. Each rank has a host of its own, and one stream
+//! to each other rank. A frame travels in segments of at most [`SEGMENT_BYTES`], as over TCP, but nothing sends a lost segment
+//! again: a segment that a link or its queue loses ends the run ([`Stop::Lost`]).
+//!
+//! Memory: two machines for each pair of ranks that exchange frames, some 5 KiB each, and about 1 KiB for any other pair.
 
+use crate::network::{Event, LinkId, Loss, Network, NoPath, NodeId, Topology};
 use penstock_core::groups::{Beginning, Call, Failed, Groups, Host, Issue, Join};
 use penstock_core::operation::{Instance, Place, Verdict};
 use penstock_plan::{Algorithm, Thresholds};
-use penstock_sim::network::{Event, Network, NodeId, Topology};
 use penstock_stream::FrameError;
 use penstock_stream::frame::{Header, Kind, Reference};
 use penstock_stream::handshake::NodeKey;
 use penstock_stream::peer::{self, Payload, Peer, PeerConfig};
-use penstock_types::{Failure, Generation, GroupId, PeerId, SECOND, Scope, Time};
+use penstock_types::{Failure, Generation, GroupId, PeerId, Scope, Time};
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::sync::Arc;
 
-/// How a call has ended on a rank, or its join ([`JOIN`]).
+/// The end of a call, or of a join, on one rank.
 #[derive(Clone, Debug)]
-pub(crate) struct End {
-    pub(crate) call: usize,
-    pub(crate) at: Time,
-    pub(crate) result: Result<(), Failure>,
+pub struct End {
+    /// The number of the call ([`Step::Start`]), or [`JOIN`].
+    pub call: usize,
+    /// When it ended.
+    pub at: Time,
+    /// How it ended. After an error the rank does nothing more.
+    pub result: Result<(), Failure>,
 }
 
-/// The number of a join among a rank's calls.
-pub(crate) const JOIN: usize = usize::MAX;
+/// The number of a join in [`End::call`].
+pub const JOIN: usize = usize::MAX;
 
-/// What a rank does at some time.
+/// An action of a rank, for [`World::schedule`].
 #[derive(Clone, Debug)]
-pub(crate) enum Step {
-    /// It joins the group of all ranks.
+pub enum Step {
+    /// The rank joins the group of all ranks.
     Join,
-    /// It issues a call under this number.
+    /// The rank issues a call under this number.
     Start(usize, Call),
-    /// Its process dies, with its host: nothing leaves it any more, and nothing reaches it.
+    /// The rank's process dies, with its host: nothing leaves it any more, and nothing reaches it.
     Die,
-    /// It looks at what is late.
+    /// The rank looks at what is late. A join schedules the first one, and each one the next.
     Look,
 }
 
+/// Why [`World::run`] returned early.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// The calls have not ended by the given time, or nothing happens any more. The world may run on.
+    Late {
+        /// How many calls and joins have ended on all ranks together.
+        ended: usize,
+        /// The time of the next event, if there is one.
+        next: Option<Time>,
+    },
+    /// The callback said so. The world may run on.
+    Interrupted,
+    /// A link lost a segment, or its queue had no room for it. No rank ever gets its frame: the world is of no more use.
+    Lost {
+        /// The link.
+        link: LinkId,
+        /// When.
+        at: Time,
+    },
+    /// No path joins the hosts of two ranks. The world is of no more use.
+    NoPath(NoPath),
+}
+
+impl fmt::Display for Stop {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Stop::Late { ended, next: None } => {
+                write!(f, "nothing happens any more, and only {ended} calls have ended")
+            }
+            Stop::Late { ended, next: Some(next) } => {
+                write!(f, "only {ended} calls have ended; the next event is {} ns after the beginning", next.0)
+            }
+            Stop::Interrupted => f.write_str("the caller interrupted the run"),
+            Stop::Lost { link, at } => {
+                write!(f, "link {} lost a frame {} ns after the beginning, and nothing sends it again", link.0, at.0)
+            }
+            Stop::NoPath(error) => error.fmt(f),
+        }
+    }
+}
+
+impl std::error::Error for Stop {}
+
 /// All ranks, and the network between them.
-pub(crate) struct World {
-    pub(crate) now: Time,
-    /// Frames travel in segments, as over TCP, so that a long one on two links need not wait for its own end. The last one carries it.
+///
+/// Cost of a run: two events a link for each segment, and the work of the core and of the machines at both ends for each frame. A
+/// second of processor time simulates about a million segments of long messages over two links, or 60,000 messages between 256 ranks.
+pub struct World {
+    now: Time,
+    /// A long frame on two links need not wait for its own end, hence the segments. The last one carries the frame.
     network: Network<Option<Box<Frame>>>,
     nodes: Vec<NodeId>,
     /// `None`: the process has ended.
     ranks: Vec<Option<Rank>>,
-    /// By time and order of planning.
+    /// By time and order of [`World::schedule`].
     agenda: BTreeMap<(Time, u64), (u32, Step)>,
-    planned: u64,
+    scheduled: u64,
     /// By rank.
-    pub(crate) ends: Vec<Vec<End>>,
+    ends: Vec<Vec<End>>,
     ended: usize,
+    /// By link: frames that were sent over it.
+    frames: Vec<u64>,
     algorithm: Option<Algorithm>,
+    stop: Option<Stop>,
 }
 
 /// A frame on its way. Of a data frame the payload is not there.
@@ -80,14 +138,20 @@ struct Phantoms {
     /// Machines that may have frames to send.
     dirty: BTreeSet<PeerId>,
     ends: Vec<End>,
+    /// Of the latest collective.
+    algorithm: Option<Algorithm>,
 }
 
 impl World {
-    /// A rank on each of these nodes. None has joined. `algorithm`: of all-reduces; `None`: the planner's choice.
-    pub(crate) fn new((topology, nodes): (Topology, Vec<NodeId>), algorithm: Option<Algorithm>) -> World {
-        let who: Arc<[Arc<str>]> = (0..nodes.len()).map(|rank| format!("rank {rank}").into()).collect();
-        let ranks = (0..nodes.len() as u32).map(|rank| {
-            let config = PeerConfig { generation: Generation(1), dead_after: DEAD_AFTER, ..PeerConfig::default() };
+    /// A rank on each of these hosts, which differ. No rank has joined.
+    ///
+    /// `algorithm` is wanted for all-reduces, as `PENSTOCK_ALGORITHM` says it to ranks; `None`: the planner's choice. A rank takes
+    /// another for lost when nothing came from it for `dead_after` nanoseconds.
+    #[must_use]
+    pub fn new(topology: Topology, hosts: &[NodeId], algorithm: Option<Algorithm>, dead_after: u64) -> World {
+        let who: Arc<[Arc<str>]> = (0..hosts.len()).map(|rank| format!("rank {rank}").into()).collect();
+        let ranks = (0..hosts.len() as u32).map(|rank| {
+            let config = PeerConfig { generation: Generation(1), dead_after, ..PeerConfig::default() };
             let untouched = Peer::with_copies(config, Time(0));
             let host = Phantoms {
                 now: Time(0),
@@ -97,51 +161,128 @@ impl World {
                 untouched,
                 dirty: BTreeSet::new(),
                 ends: Vec::new(),
+                algorithm: None,
             };
             let mut groups = Groups::new(key(rank), Thresholds::default(), 1 << 14);
-            for other in (0..nodes.len() as u32).filter(|other| *other != rank) {
+            for other in (0..hosts.len() as u32).filter(|other| *other != rank) {
                 groups.add_peer(key(other), who[other as usize].clone());
             }
             Some(Rank { groups, host })
         });
+        let ranks = ranks.collect();
+        let frames = vec![0; topology.links().count()];
+        let mut network = Network::new(topology, 0);
+        network.report_losses(true);
         World {
             now: Time(0),
-            network: Network::new(topology, 0),
-            ranks: ranks.collect(),
+            network,
+            nodes: hosts.to_vec(),
+            ranks,
             agenda: BTreeMap::new(),
-            planned: 0,
-            ends: vec![Vec::new(); nodes.len()],
+            scheduled: 0,
+            ends: vec![Vec::new(); hosts.len()],
             ended: 0,
+            frames,
             algorithm,
-            nodes,
+            stop: None,
         }
     }
 
-    pub(crate) fn plan(&mut self, rank: u32, at: Time, step: Step) {
-        self.planned += 1;
-        self.agenda.insert((at, self.planned), (rank, step));
+    /// Lets a rank take a step at a time, which is not before [`World::now`]. Steps of the same time are taken in the order of calls.
+    pub fn schedule(&mut self, rank: u32, at: Time, step: Step) {
+        self.scheduled += 1;
+        self.agenda.insert((at, self.scheduled), (rank, step));
     }
 
-    /// Runs until so many calls and joins have ended on all ranks together, since the beginning.
-    pub(crate) fn run(&mut self, ends: usize, by: Time) {
+    /// Runs until `ends` calls and joins have ended on all ranks together, since the beginning of the world.
+    ///
+    /// `goes_on` is asked every few thousand events, with the time, whether to go on.
+    ///
+    /// # Errors
+    /// [`Stop`] says why the calls have not ended by `by`.
+    pub fn run(&mut self, ends: usize, by: Time, goes_on: &mut dyn FnMut(Time) -> bool) -> Result<(), Stop> {
+        let mut turns = 0_u32;
         while self.ended < ends {
-            let step = self.agenda.keys().next().map(|(at, _)| *at);
-            let next = step.into_iter().chain(self.network.poll_timeout()).min().expect("no rank waits for nothing");
-            assert!(next <= by, "{} of {ends} have ended by {by:?}", self.ended);
-            self.now = next;
-            self.network.handle_timeout(next);
-            while let Some(event) = self.network.poll_event() {
-                if let Event::Arrived(packet) = event
-                    && let Some(frame) = packet.payload
-                {
-                    self.act(frame.to, |rank, _| rank.take(peer_of(frame.to, frame.from), &frame));
-                }
-            }
-            while let Some(first) = self.agenda.first_entry().filter(|first| first.key().0 <= next) {
-                let (rank, step) = first.remove();
-                self.follow(rank, step);
+            let next = self.next_at().filter(|next| *next <= by);
+            let next = next.ok_or(Stop::Late { ended: self.ended, next: self.next_at() })?;
+            self.turn(next)?;
+            turns = turns.wrapping_add(1);
+            if turns.is_multiple_of(TURNS_BETWEEN_QUESTIONS) && !goes_on(self.now) {
+                return Err(Stop::Interrupted);
             }
         }
+        Ok(())
+    }
+
+    /// Runs everything that happens until a time, that time included.
+    ///
+    /// # Errors
+    /// [`Stop::Lost`] and [`Stop::NoPath`].
+    pub fn run_until(&mut self, until: Time) -> Result<(), Stop> {
+        while let Some(next) = self.next_at().filter(|next| *next <= until) {
+            self.turn(next)?;
+        }
+        self.turn(until)
+    }
+
+    /// The time.
+    #[must_use]
+    pub fn now(&self) -> Time {
+        self.now
+    }
+
+    /// By rank: the calls and joins that have ended, in that order.
+    #[must_use]
+    pub fn ends(&self) -> &[Vec<End>] {
+        &self.ends
+    }
+
+    /// The algorithm of the latest collective that a rank has issued; `None` before the first one, and after the rank's death.
+    #[must_use]
+    pub fn algorithm(&self, rank: u32) -> Option<Algorithm> {
+        self.ranks[rank as usize].as_ref()?.host.algorithm
+    }
+
+    /// Bytes that a link has sent since the beginning, headers of frames included.
+    #[must_use]
+    pub fn carried_bytes(&self, link: LinkId) -> u64 {
+        self.network.carried_bytes(link)
+    }
+
+    /// Frames that ranks have sent over a link since the beginning: data, and what the machines of peers say to each other.
+    #[must_use]
+    pub fn carried_frames(&self, link: LinkId) -> u64 {
+        self.frames[link.0 as usize]
+    }
+
+    fn next_at(&self) -> Option<Time> {
+        let step = self.agenda.keys().next().map(|(at, _)| *at);
+        step.into_iter().chain(self.network.poll_timeout()).min()
+    }
+
+    /// Lets happen what happens until `next`, before which nothing does.
+    fn turn(&mut self, next: Time) -> Result<(), Stop> {
+        self.now = next;
+        self.network.handle_timeout(next);
+        while let Some(event) = self.network.poll_event() {
+            match event {
+                Event::Arrived(packet) => {
+                    if let Some(frame) = packet.payload {
+                        self.act(frame.to, |rank, _| rank.take(peer_of(frame.to, frame.from), &frame));
+                    }
+                }
+                Event::Lost(_, Loss::Link(link) | Loss::Queue(link)) => {
+                    self.stop.get_or_insert(Stop::Lost { link, at: next });
+                }
+                // Of a rank that has died.
+                Event::Lost(..) | Event::Room(_) => {}
+            }
+        }
+        while let Some(first) = self.agenda.first_entry().filter(|first| first.key().0 <= next) {
+            let (rank, step) = first.remove();
+            self.follow(rank, step);
+        }
+        self.stop.map_or(Ok(()), Err)
     }
 
     fn follow(&mut self, rank: u32, step: Step) {
@@ -149,7 +290,7 @@ impl World {
             Step::Join => {
                 let algorithm = self.algorithm;
                 self.act(rank, |one, _| one.join(algorithm));
-                self.plan(rank, self.now, Step::Look);
+                self.schedule(rank, self.now, Step::Look);
             }
             Step::Start(number, call) => {
                 self.act(rank, |one, _| one.groups.start(&mut one.host, GROUP.into(), call, number))
@@ -162,7 +303,7 @@ impl World {
                 let mut next = None;
                 self.act(rank, |one, now| next = Some(one.look(now)));
                 if let Some(next) = next {
-                    self.plan(rank, next, Step::Look);
+                    self.schedule(rank, next, Step::Look);
                 }
             }
         }
@@ -181,18 +322,27 @@ impl World {
             let to = rank_of(number, peer);
             let mut flow = None;
             while let Some(outbound) = machine.poll_frame(0, self.now) {
-                let [from, to] = [number, to].map(|rank| self.nodes[rank as usize]);
-                let flow = *flow.get_or_insert_with(|| self.network.flow(from, to).expect("all hosts are joined"));
+                let [from, at] = [number, to].map(|rank| self.nodes[rank as usize]);
+                let flow = match flow.map_or_else(|| self.network.flow(from, at), Ok) {
+                    Ok(found) => *flow.insert(found),
+                    Err(error) => {
+                        self.stop.get_or_insert(Stop::NoPath(error));
+                        break;
+                    }
+                };
+                for link in self.network.path(flow) {
+                    self.frames[link.0 as usize] += 1;
+                }
                 let payload = match outbound.payload {
                     Payload::Control(bytes) => bytes,
                     Payload::Owned(..) | Payload::Memory => Arc::default(),
                 };
                 let mut bytes = Header::BYTES as u64 + u64::from(outbound.header.length);
-                while bytes > SEGMENT_BYTES + Header::BYTES as u64 {
+                while bytes > PACKET_BYTES {
                     self.network.send(self.now, flow, SEGMENT_BYTES, None);
                     bytes -= SEGMENT_BYTES;
                 }
-                let frame = Frame { from: number, to: rank_of(number, peer), header: outbound.header, payload };
+                let frame = Frame { from: number, to, header: outbound.header, payload };
                 self.network.send(self.now, flow, bytes, Some(Box::new(frame)));
             }
         }
@@ -286,7 +436,9 @@ impl Host for Phantoms {
         // Every rank has a host of its own.
         (0..self.who.len() as u64).collect()
     }
-    fn issued(&mut self, _: &mut usize, _: &Issue<'_>) {}
+    fn issued(&mut self, _: &mut usize, issue: &Issue<'_>) {
+        self.algorithm = Some(issue.algorithm);
+    }
     fn bound(&mut self, _: &mut usize, _: u32) {}
     fn begin(&mut self, _: &mut usize, _: &Beginning<'_>) -> bool {
         true
@@ -347,6 +499,9 @@ fn peer_of(rank: u32, other: u32) -> PeerId {
 }
 
 const GROUP: GroupId = GroupId(1);
-const SEGMENT_BYTES: u64 = 16 * 1024;
-/// For fewer heartbeats than by default.
-const DEAD_AFTER: u64 = SECOND;
+/// The longest segment of a frame on a link, without the header of the frame. As in the tests of `penstock-stream`.
+pub const SEGMENT_BYTES: u64 = 16 * 1024;
+/// The longest packet on a link: a queue must have room for it.
+pub const PACKET_BYTES: u64 = SEGMENT_BYTES + Header::BYTES as u64;
+/// Some milliseconds of processor time, so that Ctrl-C is prompt.
+const TURNS_BETWEEN_QUESTIONS: u32 = 1 << 12;
