@@ -25,8 +25,10 @@ from rich.console import Console
 
 import ranks
 from backends import BACKENDS, Backend
+from penstock import _core
 from penstock.reports import drawing as drawing_room
 from penstock.reports import render
+from penstock.runtime.wire import sent_bytes
 from penstock.tools.demo import cli, comparison, link_probe, prediction, report
 from penstock.tools.demo.training import WARM_UP_STEPS, Phases, Way
 from penstock.tools.testbed import LinkSpec, Testbed, TestbedUnavailable
@@ -69,6 +71,14 @@ def emulated() -> bool:
             return True
     except TestbedUnavailable:
         return False
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 12])
+def test_bytes_on_the_wire_are_those_of_the_plan(ranks: int) -> None:
+    """What the demo, the bench and the tuner count for an all-reduce is what the plan for large ones sends."""
+    nbytes = 24 << 10
+    sent = sum(_core.traffic("all_reduce", ranks, nbytes).values()) if ranks > 1 else 0
+    assert sent / ranks == sent_bytes(nbytes, ranks)
 
 
 def test_demo_trains_twice_and_the_trainings_are_the_same(ended: Ended) -> None:

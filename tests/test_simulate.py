@@ -344,6 +344,7 @@ def test_every_collective_is_simulated(name: str) -> None:
         ("--repeat 5000", "--repeat: 5000 repetitions; 1 to 1000"),
         ("--rate 0.5", "--rate: 0.5 Mbit/s; 1 to 10000000 are possible"),
         ("--rate nan", "--rate is nan"),
+        ("--rate 1e303", "--rate is 1e+303"),
         ("--shape racks --uplink 0.5", "--uplink: 0.5 Mbit/s"),
         ("--delay 2000", "--delay: 2000 ms; up to 1000"),
         ("--queue 8", "--queue: 8192 bytes; 16496 and more"),

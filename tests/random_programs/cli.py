@@ -217,9 +217,12 @@ def _report(
     (folder / f"{name}.json").write_text(json.dumps(program))
     (folder / f"{name}.txt").write_text("\n".join(complaints))
     if options.shrink:
-        kinds = judge.kinds(complaints)
+        kinds, until_s = judge.kinds(complaints), time.monotonic() + _SHRINK_S
 
         def fails(candidate: dict[str, Any]) -> bool:
+            # What ends at a time-out takes its time, hundreds of times.
+            if time.monotonic() > until_s:
+                return False
             return any(judge.kinds(pool.run(candidate)) & kinds for _ in range(options.tries))
 
         small = shrink.shrink(program, fails, trials=options.trials)
@@ -326,3 +329,5 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 # How long a job may take to end its ranks and write its tally once it was interrupted.
 _END_S = 20.0
+# How long a failing program is made smaller. A guess: most are small after a minute.
+_SHRINK_S = 300.0

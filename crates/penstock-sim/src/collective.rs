@@ -187,7 +187,7 @@ impl Simulation {
         world.run(ranks, Time(PATIENCE), &mut |_| goes_on(progress)).map_err(|stop| stopped(stop, None))?;
         let mut repetitions = Vec::new();
         for number in 0..self.repetitions as usize {
-            // The last acknowledgements of what was before have arrived by then.
+            // Where links are not slow, the last acknowledgements of what was before have arrived by then.
             let start = world.now().plus(MILLISECOND + 2 * self.longest_delay());
             for rank in 0..ranks as u32 {
                 world.schedule(rank, start, Step::Start(number, self.call()));
@@ -249,25 +249,30 @@ impl Simulation {
         Ok(((bytes_take + f64::from(hops) * trip) * SECOND as f64).round() as u64)
     }
 
+    /// A barrier's is 0.
+    fn size(&self) -> u64 {
+        if self.collective == Collective::Barrier { 0 } else { self.bytes }
+    }
+
     fn request(&self, rank: u32) -> Request {
         let world = self.hosts.len() as u32;
         let topology = Hosts::separate_hosts(world);
         let segment_bytes =
-            segment_bytes(self.collective, topology.medium(), world, self.bytes, &Thresholds::default());
+            segment_bytes(self.collective, topology.medium(), world, self.size(), &Thresholds::default());
         let element_bytes = ELEMENT_BYTES as u32;
-        let (collective, bytes) = (self.collective, self.bytes);
+        let (collective, bytes) = (self.collective, self.size());
         Request { collective, world, rank, topology, bytes, element_bytes, splits: None, segment_bytes }
     }
 
     fn call(&self) -> Call {
         let fingerprint =
-            Fingerprint::new(name_of(self.collective), None, DType::F32, None, self.bytes / ELEMENT_BYTES);
+            Fingerprint::new(name_of(self.collective), None, DType::F32, None, self.size() / ELEMENT_BYTES);
         Call {
             collective: self.collective,
             fingerprint,
             dtype: DType::F32,
             op: ReduceOp::Sum,
-            bytes: self.bytes,
+            bytes: self.size(),
             splits: None,
             tag: 0,
             coflow: 0,
@@ -299,7 +304,7 @@ impl Simulation {
             let why = format!("only an all-reduce takes an algorithm; a {} has the planner's", self.collective.name());
             return wrong(Place::Algorithm, why);
         }
-        if self.bytes > MOST_BYTES || !self.bytes.is_multiple_of(ELEMENT_BYTES) {
+        if self.size() > MOST_BYTES || !self.size().is_multiple_of(ELEMENT_BYTES) {
             let why = format!("{} bytes; multiples of {ELEMENT_BYTES} up to {MOST_BYTES} are possible", self.bytes);
             return wrong(Place::Bytes, why);
         }

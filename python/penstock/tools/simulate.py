@@ -612,7 +612,7 @@ def _of_shape(
         if shape == "star" and given(name) is not ParameterSource.DEFAULT:
             raise click.UsageError(f"{option} is for --shape racks: a star has one switch")
     for option, number in (("--rate", rate_mbit), ("--uplink", uplink_mbit or 0), ("--delay", delay_ms)):
-        if not math.isfinite(number):
+        if not math.isfinite(number * 1e6):
             raise click.UsageError(f"{option} is {number}: give a finite number")
 
     def bit_s(mbit: float) -> int | None:

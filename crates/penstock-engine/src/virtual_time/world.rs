@@ -128,7 +128,6 @@ impl<'a> World<'a> {
             }
         }
         self.check_vigils();
-        self.check_noticed();
         for rank in &self.ranks {
             if rank.engine.is_some() && self.complaints.is_empty() {
                 let waits: Vec<usize> = rank.user.calls.iter().filter(|(_, i)| !i.is_over).map(|(c, _)| *c).collect();
@@ -136,6 +135,7 @@ impl<'a> World<'a> {
                 self.complaints.push(format!("hang: rank {} has {steps} steps left, calls {waits:?}", rank.rank));
             }
         }
+        self.check_noticed();
     }
 
     /// Where nothing else hides it, some rank finds that a rank makes another operation than the others.

@@ -152,7 +152,9 @@ impl Driver {
             // Connections that ended within the last minute, of the job before this one, keep their ports from all who do not
             // share them.
             socket.set_reuse_address(port != 0)?;
-            socket.bind(&SocketAddr::new(from.unwrap_or(any), port).into())?;
+            if let Err(error) = socket.bind(&SocketAddr::new(from.unwrap_or(any), port).into()) {
+                return Err(if port == 0 { error } else { io::ErrorKind::AddrInUse.into() }); // whatever is wrong with the port
+            }
             match socket.connect(&remote.into()) {
                 Ok(()) => {}
                 Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => {}

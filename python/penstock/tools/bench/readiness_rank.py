@@ -31,7 +31,7 @@ def main() -> None:
     model = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
     data = torch.randn(options["batch"], options["width"])
     twin = copy.deepcopy(model)
-    agreed = _Way(model, GradientReducer(model, bucket_bytes=options["bucket_bytes"]), data)
+    agreed = _Way(model, _by_pythons_hook(GradientReducer(model, bucket_bytes=options["bucket_bytes"])), data)
     told = _Way(twin, ToldReducer(twin, bucket_bytes=options["bucket_bytes"]), data)
     _check_alike(agreed, told)
     for turn in range(options["turns"] + 1):
@@ -48,6 +48,12 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def _by_pythons_hook(reducer: GradientReducer) -> GradientReducer:
+    """The reducer, whose gradients are all handed over by `GradientReducer._ready`."""
+    reducer._slots.follow = lambda one: None  # type: ignore[method-assign]
+    return reducer
+
+
 class ToldReducer(GradientReducer):
     """A `GradientReducer` that asks no other rank what it has: the order of gradients is told beforehand.
 
@@ -55,7 +61,7 @@ class ToldReducer(GradientReducer):
     that had none of a gradient would send zeros for it in silence, and all others would wait for the pass to end there. So it
     is no way to train, but what a `GradientReducer` is held against. What it leaves out is the exchange with other ranks,
     and the waiting for them in it; hooks, the way from a hook to the engine's thread and back, buckets and their all-reduces
-    are the same.
+    are the same. (Hooks are Python's in both: the compiled one hands gradients to one `_core.Reducer`.)
 
     *Why not a group of one rank for the rounds of a `GradientReducer`?* Such a round ends on the engine's thread as well, a
     moment later, and takes what has become ready by its beginning: ranks would cut other buckets, by their timing.
@@ -63,6 +69,7 @@ class ToldReducer(GradientReducer):
 
     def __init__(self, model: nn.Module, *, bucket_bytes: int) -> None:
         super().__init__(model, bucket_bytes=bucket_bytes)
+        _by_pythons_hook(self)
         alone, _ = dist.new_subgroups(1)
 
         def make(gradients: Sequence[tuple[str, int, str, int]]) -> _core.Reducer:
