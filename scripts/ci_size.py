@@ -18,7 +18,6 @@ PATHS = (
     "tests/live_switch.py",
     "tests/scripts",
     "tests/test_frameworks.py",
-    "tests/test_p4_live.py",
     "tests/torch_suite",
     "tests/translator.py",
 )
