@@ -20,6 +20,7 @@ import os
 import select
 import signal
 import sys
+import time
 from collections.abc import Iterator
 
 
@@ -113,7 +114,8 @@ def belongs(process: int, mark: bytes, namespaces: set[int]) -> bool:
             return True
         environ = _read(process, "environ")
         if not environ:
-            while _starts_a_program(process):
+            until_s = time.monotonic() + _STARTS_S  # some processes have no environment at all
+            while _starts_a_program(process) and time.monotonic() < until_s:
                 os.sched_yield()
             environ = _read(process, "environ")
         return mark in environ.split(b"\0")
@@ -125,7 +127,12 @@ def _starts_a_program(process: int) -> bool:
     """Whether it is inside execve(2), where a process has no environment for an instant; fork's caller goes on before."""
     state, *fields = _read(process, "stat").rpartition(b") ")[2].split()
     kernel_thread = int(fields[5]) & 0x0020_0000  # PF_KTHREAD among the flags
-    return not kernel_thread and state not in b"ZX" and int(fields[47]) == 0  # env_end, proc_pid_stat(5)
+    # proc_pid_stat(5): env_start and env_end, which are 0 first, and the same for an instant then.
+    return not kernel_thread and state not in b"ZX" and fields[46] == fields[47]
+
+
+# A guess: execve(2) sets it within microseconds, unless the processor is taken away meanwhile.
+_STARTS_S = 0.02
 
 
 def _read(process: int, name: str) -> bytes:
