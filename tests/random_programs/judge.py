@@ -400,15 +400,15 @@ def _blocks_unseen(program: dict[str, Any], wrong: dict[str, Any]) -> bool:
     for its call meanwhile, and neither issues anything that could be compared."""
     group = program["calls"][wrong["call"]]["group"]
     # What others make after it: they may be in it when this rank waits for them (seed 108004904).
-    later = {wrong["call"]: False}
+    later = set[str]()
     for steps in program["steps"]:
         made = [step[1] for step in steps if step[0] in ("issue", "call")]
         if wrong["call"] in made:
-            later |= dict.fromkeys(made[made.index(wrong["call"]) + 1 :], True)
+            later |= set(made[made.index(wrong["call"]) + 1 :])
     for step in program["steps"][wrong["rank"]]:
         if step[0] not in ("issue", "call", "wait"):
             continue
-        if int(step[1]) <= int(wrong["call"]) and not later.get(step[1]):
+        if int(step[1]) <= int(wrong["call"]) and step[1] not in later:
             continue
         spec = program["calls"][step[1]]
         is_compared = spec["group"] == group and spec["call"] not in _NOT_COMPARED

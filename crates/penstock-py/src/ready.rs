@@ -111,7 +111,7 @@ impl ReadyHook {
         if size < self.bytes + offset * self.element_bytes {
             return Ok(false); // its memory is gone
         }
-        self.reducer.get().hand_over(py, self.index, address, self.bytes, storage.unbind(), false)?;
+        self.reducer.get().submit(py, self.index, address, self.bytes, storage.unbind(), false)?;
         handed.set_item(self.index, &gradient)?;
         addresses.set_item(self.index, address)?;
         if size == self.bytes {

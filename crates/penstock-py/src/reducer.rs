@@ -58,7 +58,7 @@ impl Reducer {
     /// The gradient at `address`, of `bytes` bytes, is ready; with `absent` it consists of zeros. `keep` is the object that
     /// keeps the address valid.
     #[pyo3(signature = (index, address, bytes, keep, *, absent=false))]
-    fn submit(
+    pub(crate) fn submit(
         &self,
         py: Python<'_>,
         index: u32,
@@ -67,7 +67,10 @@ impl Reducer {
         keep: Py<PyAny>,
         absent: bool,
     ) -> PyResult<()> {
-        self.hand_over(py, index, address, bytes, keep, absent)
+        let keep: Box<dyn Any + Send> = Box::new(keep);
+        // SAFETY: the caller's contract; `keep` holds the tensor.
+        py.detach(|| unsafe { self.0.submit(index, address as *mut u8, bytes, absent, Some(keep)) })
+            .map_err(|failure| error(py, &failure))
     }
 
     /// The backward pass has ended. The ticket completes when every submitted gradient is reduced.
@@ -116,23 +119,5 @@ impl Reducer {
         out.set_item("in_place_bytes", stats.in_place_bytes)?;
         out.set_item("copied_bytes", stats.copied_bytes)?;
         Ok(out)
-    }
-}
-
-impl Reducer {
-    /// See `submit`.
-    pub(crate) fn hand_over(
-        &self,
-        py: Python<'_>,
-        index: u32,
-        address: usize,
-        bytes: u64,
-        keep: Py<PyAny>,
-        absent: bool,
-    ) -> PyResult<()> {
-        let keep: Box<dyn Any + Send> = Box::new(keep);
-        // SAFETY: the caller's contract; `keep` holds the tensor.
-        py.detach(|| unsafe { self.0.submit(index, address as *mut u8, bytes, absent, Some(keep)) })
-            .map_err(|failure| error(py, &failure))
     }
 }

@@ -454,11 +454,11 @@ class GradientReducer:
             if self._tuning is not None:
                 self._tuning.end()
         except PenstockError:
-            self._is_over()  # it raises on all ranks
+            self._take_pass()  # it raises on all ranks
             raise
-        self._is_over()
+        self._take_pass()
 
-    def _is_over(self) -> BackwardPass | None:
+    def _take_pass(self) -> BackwardPass | None:
         current, self._pass = self._pass, None
         self._slots.end()
         return current
@@ -479,7 +479,7 @@ class GradientReducer:
         Args:
             grace_s: how long to wait for the failure of a step that cannot be withdrawn any more.
         """
-        current = self._is_over()
+        current = self._take_pass()
         if current is None:
             return
         if current.flushed is not None:
