@@ -121,7 +121,7 @@ def test_doctor_compares_with_raw_sockets() -> None:
         first, _ = job.outcomes(timeout_s=120)
     rows = [line.split("│")[-3] for line in first.output.splitlines() if "Gbit/s" in line and "│" in line]
     assert len(rows) == 2 and all(0 < float(raw.split()[0]) < 0.2 for raw in rows), first.output
-    assert re.search(r"to rank \d Penstock carries \d+% of what 16 raw TCP sockets carry", first.output), first.output
+    assert re.search(r"to rank \d Penstock carries \d+% of what \d+ raw TCP sockets carry", first.output), first.output
 
 
 @pytest.mark.parametrize("wrong", ["--mebibytes=0", "--mebibytes=-1", "--mebibytes=x", "--timeout=0"])

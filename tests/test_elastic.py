@@ -370,8 +370,11 @@ def test_torchrun_restarts_and_goes_on_from_the_last_checkpoint(root: pathlib.Pa
     began = sorted(re.findall(r"rank (\d) restart 1: goes on after step (\d+)", disturbed))
     assert [rank for rank, _ in began] == ["0", "1"] and began[0][1] == began[1][1]
     assert 10 <= int(began[0][1]) < 300 and int(began[0][1]) % 10 == 0
-    # Of a step that was repeated the later loss counts.
-    assert _losses(disturbed) == _losses(undisturbed)
+    # Of a step that was repeated the later loss counts. What is killed may have taken a step that it has not printed yet, and its
+    # checkpoint be there.
+    told, whole = _losses(disturbed), _losses(undisturbed)
+    assert told == {step: whole[step] for step in told}
+    assert whole.keys() - told.keys() <= {f"rank 1 step {began[0][1]}"}
     assert len(_losses(undisturbed)) == 2 * 300
 
 

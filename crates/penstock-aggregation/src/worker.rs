@@ -141,6 +141,9 @@ struct Entry {
     /// The number of the block's last transmission, in the order of all.
     order: u64,
     repeated: bool,
+    /// When the block was pushed first, and how often again through the aggregator.
+    first_at: Time,
+    repeats: u8,
 }
 
 /// Timers and round trips.
@@ -168,6 +171,8 @@ struct Clock {
     server_heard: Time,
     distrust_until: Time,
     stalls: u32,
+    /// A block was pushed through the aggregator again and again ([`MOST_REPEATS`]).
+    is_in_vain: bool,
     /// The last heartbeat went past the aggregator ([`Worker::waits_for_acks`]).
     went_past: bool,
 }
@@ -193,6 +198,8 @@ impl Worker {
             asked_above: 0,
             order: 0,
             repeated: false,
+            first_at: now,
+            repeats: 0,
         };
         Worker {
             received: config.start,
@@ -223,6 +230,7 @@ impl Worker {
                 server_heard: now,
                 distrust_until: Time(0),
                 stalls: 0,
+                is_in_vain: false,
                 went_past: false,
             },
             rules: Rules::default(),
@@ -250,7 +258,7 @@ impl Worker {
         self.received
     }
 
-    /// How often the worker blamed the path above it, because nothing moved for [`Timing::stall_after`].
+    /// How often the worker blamed the path above it, because nothing moved for [`Timing::stall_after`], or a block never arrived.
     #[must_use]
     pub fn stalls(&self) -> u32 {
         self.clock.stalls
@@ -555,7 +563,9 @@ impl Worker {
             return;
         }
         let Timing { path_dead_after, stall_after, .. } = self.config.timing;
-        let stalled = self.next != self.received && now.since(self.clock.progress_at) > stall_after;
+        // Two workers may each wait for a block of the other one, which an aggregator loses again and again.
+        let is_in_vain = std::mem::take(&mut self.clock.is_in_vain);
+        let stalled = is_in_vain || (self.next != self.received && now.since(self.clock.progress_at) > stall_after);
         if stalled && !self.direct && now >= self.clock.distrust_until {
             self.clock.distrust_until = now.plus((stall_after << self.clock.stalls).min(MAX_DISTRUST));
             self.clock.stalls = (self.clock.stalls + 1).min(MAX_BACKOFF);
@@ -580,9 +590,17 @@ impl Worker {
         self.clock.scan_at = Some(self.clock.scan_at.map_or(deadline, |at| at.min(deadline)));
         let entry = &mut self.entries[index];
         entry.repeated = entry.state != State::Posted;
+        if !entry.repeated {
+            (entry.first_at, entry.repeats) = (now, 0);
+        }
         (entry.asked, entry.asked_above, entry.misses) = (false, 0, 0);
         (entry.state, entry.sent_at, entry.deadline, entry.order) = (State::Sent, now, deadline, order);
         let straight = self.direct || entry.route == Route::Full;
+        if entry.repeated && !straight {
+            entry.repeats = entry.repeats.saturating_add(1);
+            let is_long = now.since(entry.first_at) > self.config.timing.stall_after;
+            self.clock.is_in_vain |= entry.repeats >= MOST_REPEATS && is_long;
+        }
         let to = if straight { self.config.server } else { self.config.parent };
         Outbound { to, header }
     }
@@ -623,6 +641,9 @@ const REORDERED: u64 = 3;
 /// Requests to the aggregator above before the server is asked: a request or its answer may be lost
 /// (docs/design/aggregation.md has the effect of other numbers).
 const ASK_ABOVE: u8 = 3;
+/// A block that was pushed again this often, for [`Timing::stall_after`] at least, is not lost by chance: where a fifth of all packets
+/// is lost, one block in 400,000 is.
+const MOST_REPEATS: u8 = 8;
 /// An aggregator that stalled is tried again after a minute at the latest.
 const MAX_DISTRUST: u64 = 60 * SECOND;
 

@@ -296,6 +296,31 @@ fn a_lost_path() {
     assert!(worker.server_is_lost(now.plus(5 * SECOND)));
 }
 
+/// An aggregator loses one of this worker's blocks whenever it comes, while another worker's block is missing, too, and is waited for:
+/// the path is blamed, though this worker hears all the time that it is to wait.
+#[test]
+fn a_block_that_never_arrives_while_another_worker_is_waited_for() {
+    let mut worker = worker(4);
+    let posted = [Route::Tree; 3].map(|route| worker.post(route));
+    assert_eq!((posted[2], sent(&mut worker, Time(0)).len()), (Some(seq(2)), 3));
+    let (mut now, mut pushes) = (Time(0), 0);
+    while worker.stalls() == 0 && now < Time(20 * SECOND) {
+        now = now.plus(50 * MILLISECOND);
+        // A heartbeat of the server has come through.
+        let alive = down(Kind::HeartbeatDown, 0, 0, 3, 0);
+        assert_eq!(worker.handle_packet(now, PARENT, &alive), Ok(Received::Control));
+        for (n, workers) in [(1, 2), (2, 1)] {
+            let missing = down(Kind::Missing, n, 0, 3, workers);
+            assert_eq!(worker.handle_packet(now, SERVER, &missing), Ok(Received::Control));
+        }
+        worker.handle_timeout(now);
+        pushes += sent(&mut worker, now).iter().filter(|packet| **packet == (PARENT, Kind::Push, seq(1))).count();
+    }
+    assert!((1..3).contains(&(now.0 / SECOND)), "{now:?}, {pushes} pushes");
+    assert!(pushes >= 8, "{pushes}");
+    assert!(worker.lost, "the server is told");
+}
+
 /// All results are here, and what goes up through the aggregator is lost, while packets come down: the server hears this worker's Ack
 /// past the aggregator within a second and a little. The worker does not say that its path is lost; it does so until Credit says that
 /// all workers have all results.
