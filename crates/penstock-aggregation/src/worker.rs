@@ -169,12 +169,19 @@ struct Clock {
     beats: u32,
     parent_heard: Time,
     server_heard: Time,
-    distrust_until: Time,
-    stalls: u32,
-    /// A block was pushed through the aggregator again and again ([`MOST_REPEATS`]).
-    is_in_vain: bool,
+    path: Path,
     /// The last heartbeat went past the aggregator ([`Worker::waits_for_acks`]).
     went_past: bool,
+}
+
+/// Whether the aggregator above is trusted.
+#[derive(Clone, Debug)]
+struct Path {
+    distrust_until: Time,
+    /// How often it was blamed.
+    stalls: u32,
+    /// A block was pushed through it again and again ([`MOST_REPEATS`]).
+    is_in_vain: bool,
 }
 
 impl Worker {
@@ -228,9 +235,7 @@ impl Worker {
                 beats: 0,
                 parent_heard: now,
                 server_heard: now,
-                distrust_until: Time(0),
-                stalls: 0,
-                is_in_vain: false,
+                path: Path { distrust_until: Time(0), stalls: 0, is_in_vain: false },
                 went_past: false,
             },
             rules: Rules::default(),
@@ -261,7 +266,7 @@ impl Worker {
     /// How often the worker blamed the path above it, because nothing moved for [`Timing::stall_after`], or a block never arrived.
     #[must_use]
     pub fn stalls(&self) -> u32 {
-        self.clock.stalls
+        self.clock.path.stalls
     }
 
     /// The lowest block whose result some worker may still lack, as far as Credit has shown: all workers have all results
@@ -564,13 +569,13 @@ impl Worker {
         }
         let Timing { path_dead_after, stall_after, .. } = self.config.timing;
         // Two workers may each wait for a block of the other one, which an aggregator loses again and again.
-        let is_in_vain = std::mem::take(&mut self.clock.is_in_vain);
+        let is_in_vain = std::mem::take(&mut self.clock.path.is_in_vain);
         let stalled = is_in_vain || (self.next != self.received && now.since(self.clock.progress_at) > stall_after);
-        if stalled && !self.direct && now >= self.clock.distrust_until {
-            self.clock.distrust_until = now.plus((stall_after << self.clock.stalls).min(MAX_DISTRUST));
-            self.clock.stalls = (self.clock.stalls + 1).min(MAX_BACKOFF);
+        if stalled && !self.direct && now >= self.clock.path.distrust_until {
+            self.clock.path.distrust_until = now.plus((stall_after << self.clock.path.stalls).min(MAX_DISTRUST));
+            self.clock.path.stalls = (self.clock.path.stalls + 1).min(MAX_BACKOFF);
         }
-        self.lost = now.since(self.clock.parent_heard) > path_dead_after || now < self.clock.distrust_until;
+        self.lost = now.since(self.clock.parent_heard) > path_dead_after || now < self.clock.path.distrust_until;
     }
 
     /// Whether all results are here, and for long the server has not heard that of all workers. What goes up through the aggregator
@@ -599,7 +604,7 @@ impl Worker {
         if entry.repeated && !straight {
             entry.repeats = entry.repeats.saturating_add(1);
             let is_long = now.since(entry.first_at) > self.config.timing.stall_after;
-            self.clock.is_in_vain |= entry.repeats >= MOST_REPEATS && is_long;
+            self.clock.path.is_in_vain |= entry.repeats >= MOST_REPEATS && is_long;
         }
         let to = if straight { self.config.server } else { self.config.parent };
         Outbound { to, header }
