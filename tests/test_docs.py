@@ -125,6 +125,7 @@ RUN_SMALL = {
     "penstock bench training char-gpt --ways hook,hook-float16 --ranks 2 --rate 50 --flow 25 --batch 1": (
         f"{FEW_STEPS} --rate 1000 --flow 200"
     ),
+    "penstock bench urgency --cases 'same rank' --backends penstock": "--sizes 64K --bulk 32M --turns 1",
 }
 # The other commands of the guide, beside the tests that run them, perhaps with fewer bytes, steps or ranks.
 RUN_BY = {
@@ -258,7 +259,7 @@ def test_commands_run_in_a_small_mode(
 ) -> None:
     """They succeed, and write what they name."""
     give_files(root, tmp_path, monkeypatch)
-    if "--rate" in command:
+    if "--rate" in command or "urgency" in command:
         with Testbed(hosts=2):  # else this test is skipped
             pass
     words = shlex.split(f"{command} {RUN_SMALL[command]}")

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock._core import __version__ as __version__
     from penstock.cluster.deployment import init as init
+    from penstock.runtime.urgency import priority as priority
     from penstock.tools.flight import flight_record as flight_record
     from penstock.torch import empty as empty
     from penstock.torch import stats as stats
 
-__all__ = ["__version__", "empty", "flight_record", "init", "stats"]
+__all__ = ["__version__", "empty", "flight_record", "init", "priority", "stats"]
 
 
 def __getattr__(name: str) -> Any:
@@ -99,6 +100,7 @@ _HOME = {
     "empty": "penstock.torch",
     "flight_record": "penstock.tools.flight",
     "init": "penstock.cluster.deployment",
+    "priority": "penstock.runtime.urgency",
     "stats": "penstock.torch",
 }
 

@@ -435,7 +435,7 @@ def _vary_fronts(rng: random.Random, program: Program, avoid: Collection[str]) -
 
 
 def _vary_further(rng: random.Random, program: Program) -> None:
-    """Functional collectives, slices of shared memory, gradients in it, and Horovod's optimizers and Adasum."""
+    """Functional collectives, slices of shared memory, gradients in it, Horovod's optimizers and Adasum, and priorities."""
     refused = {step[1] for steps in program["steps"] for step in steps if step[0] == "refused"}
     for name, spec in program["calls"].items():
         can_be = spec["call"] in FUNCTIONAL and name not in refused and spec.get("reduce") != "PREMUL_SUM"
@@ -451,6 +451,9 @@ def _vary_further(rng: random.Random, program: Program) -> None:
             ]
         if spec["call"] == "hvd":
             horovod_sessions.vary(rng, spec, program["ranks"])
+        elif rng.random() < 0.15:
+            # The second number, if any, is given while the operation may wait.
+            spec["priority"] = [rng.choice([0, 100, 200, 255]) for _ in range(rng.choice([1, 1, 2]))]
 
 
 def _vary_reducers(rng: random.Random, program: Program) -> None:

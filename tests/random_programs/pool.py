@@ -13,7 +13,7 @@ from penstock.testbed import LinkSpec, Testbed
 from random_programs import faults, judge, run, strike
 
 # A few streams are as good as sixteen here, and open sooner.
-_TCP = {"PENSTOCK_SHM": "0", "PENSTOCK_STREAMS": "3"}
+_TCP = {"PENSTOCK_SHM": "0", "PENSTOCK_STREAMS": "4"}
 MEDIA: dict[str, dict[str, str]] = {"memory": {}, "tcp": _TCP}
 # "hosts" is TCP between emulated hosts, of which one can be cut off.
 FAULT_MEDIA = {**MEDIA, "hosts": {**_TCP, "PENSTOCK_INTERFACE": Testbed.interface}}

@@ -110,11 +110,12 @@ def _call(program: dict[str, Any], rank: int, name: str, spec: Spec, *, later: b
     how = f", group={group}" + (f", async_op={later}" if spec["call"] not in _NO_ASYNC else "")
     yield f"# call {name} of group ranks {members}, here {me} of {size}"
     yield f"tensors_{name} = t = [{', '.join(tensors)}]"
+    issue = [f"work_{name} = " + call.format(how=how, group=group, later=later)]
     if "with " in call or "\n" in call:
-        yield from call.format(how=how, group=group).splitlines()
-        yield f"work_{name} = None"
-    else:
-        yield f"work_{name} = " + call.format(how=how, group=group, later=later)
+        issue = [*call.format(how=how, group=group).splitlines(), f"work_{name} = None"]
+    if spec.get("priority"):
+        issue = [f"with priority({spec['priority']}):", *(f"    {line}" for line in issue)]
+    yield from issue
     yield f"check_{name} = check('call {name}', t, [{', '.join(expected)}])" if checked else f"check_{name} = nothing"
     if not later:
         yield f"wait(work_{name})"
@@ -532,6 +533,18 @@ def lay(tensor, layout):
         shared.copy_(tensor)
         return shared
     return tensor
+
+
+@contextlib.contextmanager
+def priority(numbers):
+    if torch.distributed.get_backend() != "penstock":
+        yield
+        return
+    import penstock
+    with penstock.priority(numbers[0]) as block:
+        yield
+    for number in numbers[1:]:
+        block.change(number)
 
 
 def wait(works, within_s=None):

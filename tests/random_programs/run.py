@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import penstock
 import ranks
 from collectives import reference
 from penstock.errors import Closed, PeerLost, PenstockError
@@ -382,7 +383,12 @@ class _Pending:
         self.rank.storages += [(f"{self.what} {label}", StorageWeakRef(one.untyped_storage())) for one in made]
 
     def issue(self, blocking: bool) -> None:
-        found = _functional(self) if self.spec.get("functional") else _CALLS[self.spec["call"]](self, not blocking)
+        numbers = self.spec.get("priority", []) if self.rank.backend == "penstock" else []
+        with penstock.priority(numbers[0]) if numbers else contextlib.nullcontext() as block:
+            found = _functional(self) if self.spec.get("functional") else _CALLS[self.spec["call"]](self, not blocking)
+        for number in numbers[1:]:
+            assert block is not None
+            block.change(number)
         self.works = [] if found is None else found if isinstance(found, list) else [found]
 
     def wait(self, within_s: float | None = None) -> None:

@@ -178,6 +178,8 @@ def _simpler(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for layout in spec["layouts"]:
             if spec["layouts"] != [layout]:
                 yield {**spec, "layouts": [layout]}
+    if "priority" in spec:
+        yield {name: value for name, value in spec.items() if name != "priority"}
     if "functional" in spec:
         yield {name: value for name, value in spec.items() if name != "functional"}
     if spec.get("in_place") or spec.get("stacked"):

@@ -6,7 +6,7 @@ use crate::runtime::{Call, Command};
 use crate::ticket::Ticket;
 use penstock_core::groups::Open;
 use penstock_plan::Algorithm;
-use penstock_types::{ChannelId, Failure, FailureKind, GroupId, Scope};
+use penstock_types::{ChannelId, Failure, FailureKind, GroupId, Priority, Scope};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -114,6 +114,12 @@ impl Group {
             client.release(ticket);
         }
         self.handle.command(Command::Release(self.scope.group, ticket.clone()), ticket);
+    }
+
+    /// Changes how urgent a running operation is, for what this rank sends; nothing happens if it has ended, or goes through
+    /// aggregators.
+    pub fn reprioritise(&self, ticket: &Ticket, priority: Priority) {
+        self.handle.command(Command::Reprioritise(self.scope.group, ticket.clone(), priority), &Ticket::default());
     }
 
     /// From the next operation on, all-reduces use this algorithm where it fits (`None`: the planner's choice), and this

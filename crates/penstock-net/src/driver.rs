@@ -8,9 +8,11 @@ mod greet;
 mod listen;
 mod neighbour;
 mod timers;
+mod urgency;
 
 use self::connect::LocalPorts;
 use self::listen::Listeners;
+use crate::arbiter::Arbiter;
 use crate::close_reason::CloseReason;
 use crate::contact::Contact;
 use crate::fds::Fd;
@@ -19,7 +21,7 @@ use crate::ptrace::{Ptracer, Yama};
 use crate::socket::{Progress, Socket};
 use crate::system::{Host, System};
 use penstock_stream::handshake::{HandshakeError, NodeKey};
-use penstock_stream::peer::{Event, PeerConfig, StreamId};
+use penstock_stream::peer::{Event, PeerConfig, StreamId, Urgency};
 use penstock_types::{GroupId, MILLISECOND, PeerId, SECOND, Time};
 use rustix::event::{EventfdFlags, epoll};
 use std::collections::{HashMap, VecDeque};
@@ -118,6 +120,7 @@ pub struct Driver {
     /// When the kernel was last asked what has arrived. All of that has been read since, or as much of it as one turn reads.
     looked: Time,
     yama: Yama,
+    arbiter: Arbiter,
 }
 
 /// State of a loop from turn to turn, until it ends.
@@ -171,6 +174,7 @@ impl Driver {
         if driver.settings.shared_memory {
             driver.listeners.open_local(&driver.system, &driver.settings.node)?;
             driver.settings.shared_memory = driver.listens_locally();
+            driver.arbiter = Arbiter::of_this_host();
         }
         Ok(driver)
     }
@@ -199,6 +203,7 @@ impl Driver {
                 added: Vec::new(),
                 dirty: Vec::new(),
                 is_dirty: Vec::new(),
+                urgency: Urgency::default(),
                 troubles: Vec::new(),
                 orders: VecDeque::new(),
                 now: Time(0),
@@ -212,6 +217,7 @@ impl Driver {
             next_tick: Time(0),
             looked: Time(0),
             yama: Yama::new(settings.ptracer),
+            arbiter: Arbiter::none(),
             settings,
         })
     }
@@ -459,51 +465,68 @@ impl Driver {
 
     // ------------------------------------------------------------------ writing
 
-    /// Lets every stream that has room pull frames and write them.
+    /// Lets every stream that has room pull frames and write them, of all peers the most urgent first.
     fn pump<H: Handler>(&mut self, handler: &mut H, now: Time) {
-        while let Some(peer) = self.peers.dirty.pop() {
-            self.peers.is_dirty[peer as usize] = false;
-            let link = &mut self.links[peer as usize];
-            link.round = link.round.wrapping_add(1);
-            let (tokens, first) = (link.sockets.clone(), link.round);
-            let mut open: Vec<u64> = (0..tokens.len()).map(|at| tokens[(at + first) % tokens.len()]).collect();
-            let mut lost_one = false;
-            // One batch a stream and round, so that streams take turns.
-            while !open.is_empty() {
-                open.retain(|token| {
-                    let Some(mut socket) = self.sockets.remove(token) else { return false };
-                    if !socket.is_up() || socket.watches_write {
-                        self.sockets.insert(*token, socket);
-                        return false;
-                    }
-                    let progress = socket.write_batch(&mut self.peers, handler, now);
-                    match progress {
-                        Some(Progress::Gone) => {
-                            // The peer's last frames may wait to be read, and the end of the stream after them. Nothing more
-                            // is written.
-                            socket.watches_write = true;
-                        }
-                        Some(Progress::Closed(ref reason)) => {
-                            self.closed(handler, *token, socket, reason, now);
-                            // A group may have failed because of it, and other streams may have written half a frame of that
-                            // group.
-                            self.follow_orders(handler, now);
-                            lost_one = true;
-                            return false;
-                        }
-                        Some(Progress::Blocked) => self.watch_write(*token, &mut socket, true),
-                        _ => {}
-                    }
-                    self.sockets.insert(*token, socket);
-                    progress == Some(Progress::More)
-                });
-            }
-            // Polling frames has marked the peer as dirty, but nothing is left to write now.
-            if self.peers.is_dirty[peer as usize] && !lost_one {
-                self.peers.is_dirty[peer as usize] = false;
-                self.peers.dirty.retain(|dirty| *dirty != peer);
+        while !self.peers.dirty.is_empty() {
+            self.settle_urgency(handler.stopping());
+            let mut turns = self.peers.take_dirty();
+            while let Some(peer) = turns.pop() {
+                if self.pump_peer(handler, peer, turns.last().copied(), now) {
+                    let urgency = self.peers.look(peer).most_urgent();
+                    let at = turns.partition_point(|other| self.peers.look(*other).most_urgent() > urgency);
+                    turns.insert(at, peer);
+                }
             }
         }
+    }
+
+    /// Lets the streams to a peer pull frames. Returns true if the peer has more to send, but `next` something more urgent.
+    fn pump_peer<H: Handler>(&mut self, handler: &mut H, peer: PeerId, next: Option<PeerId>, now: Time) -> bool {
+        let link = &mut self.links[peer as usize];
+        link.round = link.round.wrapping_add(1);
+        let (tokens, first) = (link.sockets.clone(), link.round);
+        let mut open: Vec<u64> = (0..tokens.len()).map(|at| tokens[(at + first) % tokens.len()]).collect();
+        if let Some(express) = self.peers.look(peer).express(now) {
+            open.sort_by_key(|token| self.sockets.get(token).is_none_or(|socket| socket.stream != express));
+        }
+        let (mut lost_one, mut gives_way) = (false, false);
+        // One batch a stream and round, so that streams take turns.
+        while !open.is_empty() && !gives_way {
+            open.retain(|token| {
+                let Some(mut socket) = self.sockets.remove(token) else { return false };
+                if !socket.is_up() || socket.watches_write {
+                    self.sockets.insert(*token, socket);
+                    return false;
+                }
+                let progress = socket.write_batch(&mut self.peers, handler, now);
+                match progress {
+                    Some(Progress::Gone) => {
+                        // The peer's last frames may wait to be read, and the end of the stream after them. Nothing more is
+                        // written.
+                        socket.watches_write = true;
+                    }
+                    Some(Progress::Closed(ref reason)) => {
+                        self.closed(handler, *token, socket, reason, now);
+                        // A group may have failed because of it, and other streams may have written half a frame of that group.
+                        self.follow_orders(handler, now);
+                        lost_one = true;
+                        return false;
+                    }
+                    Some(Progress::Blocked) => self.watch_write(*token, &mut socket, true),
+                    _ => {}
+                }
+                self.sockets.insert(*token, socket);
+                progress == Some(Progress::More)
+            });
+            let urgency = self.peers.look(peer).most_urgent();
+            gives_way = next.is_some_and(|next| self.peers.look(next).most_urgent() < urgency);
+        }
+        // Polling frames has marked the peer as dirty, but nothing is left to write now, or its turn comes again.
+        if self.peers.is_dirty[peer as usize] && !lost_one {
+            self.peers.is_dirty[peer as usize] = false;
+            self.peers.dirty.retain(|dirty| *dirty != peer);
+        }
+        gives_way && !open.is_empty()
     }
 
     fn watch_write(&self, token: u64, socket: &mut Socket, watch: bool) {

@@ -3,7 +3,7 @@
 use crate::contact::Contact;
 use crate::fds::Fd;
 use penstock_stream::handshake::Hello;
-use penstock_stream::peer::{Counts, Event, Landing, Peer, PeerConfig, StreamId};
+use penstock_stream::peer::{Counts, Event, Landing, Peer, PeerConfig, StreamId, Urgency};
 use penstock_stream::{FrameError, Header, MessageKey};
 use penstock_types::{Generation, GroupId, PeerId, Scope, Time};
 use std::collections::VecDeque;
@@ -107,6 +107,7 @@ pub struct Peers {
     pub(crate) added: Vec<Contact>,
     pub(crate) dirty: Vec<PeerId>,
     pub(crate) is_dirty: Vec<bool>,
+    pub(crate) urgency: Urgency,
     /// Why the last attempt to connect to each peer failed.
     pub(crate) troubles: Vec<Option<String>>,
     pub(crate) orders: VecDeque<Order>,
@@ -137,6 +138,17 @@ impl Peers {
             self.dirty.push(peer);
         }
         &mut self.machines[peer as usize]
+    }
+
+    /// The peers that may have something to send, the most urgent last.
+    pub(crate) fn take_dirty(&mut self) -> Vec<PeerId> {
+        let mut taken = std::mem::take(&mut self.dirty);
+        for peer in &taken {
+            self.is_dirty[*peer as usize] = false;
+            self.machines[*peer as usize].hurry(self.urgency);
+        }
+        taken.sort_by_key(|peer| std::cmp::Reverse(self.look(*peer).most_urgent()));
+        taken
     }
 
     /// Looks without touching.

@@ -183,7 +183,7 @@ impl Mapping {
 
 /// A mapping of a memory file from its start.
 #[derive(Debug)]
-struct Mapped {
+pub(crate) struct Mapped {
     base: *mut u8,
     bytes: usize,
 }
@@ -204,7 +204,12 @@ impl Mapped {
         Ok(Mapped { base: base.cast(), bytes })
     }
 
-    fn epoch(&self) -> &AtomicU64 {
+    /// A page that others write, too.
+    pub(crate) fn shared(file: &Fd, bytes: usize) -> Result<Mapped, Errno> {
+        Mapped::new(file, bytes, ProtFlags::READ | ProtFlags::WRITE)
+    }
+
+    pub(crate) fn epoch(&self) -> &AtomicU64 {
         // SAFETY: the first page is mapped; the counter lies at its start, which is aligned.
         unsafe { AtomicU64::from_ptr(self.base.cast()) }
     }

@@ -289,6 +289,11 @@ impl Group {
         self.0.release(&ticket.0);
     }
 
+    /// Changes how urgent a running operation is: what it has not sent yet leaves by that.
+    fn reprioritise(&self, ticket: &Ticket, priority: i32) {
+        self.0.reprioritise(&ticket.0, Priority(priority));
+    }
+
     /// The host of each rank, numbered in the order of their lowest ranks.
     fn hosts(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
         py.detach(|| self.0.hosts()).map_err(|failure| error(py, &failure))

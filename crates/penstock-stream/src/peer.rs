@@ -31,11 +31,13 @@ mod queue;
 mod receive;
 mod take_over;
 mod time;
+mod urgency;
 
 pub use self::operation::{Arrival, Landing, OpStatus};
 pub use self::outgoing::{Body, Copied, Outgoing};
 pub use self::pull::{Outbound, Payload, seal};
 pub use self::receive::{Finish, verify};
+pub use self::urgency::Urgency;
 pub use crate::frame::{Counts, Farewell};
 
 use self::credit::Credit;
@@ -69,6 +71,8 @@ pub struct PeerConfig {
     /// remembered. Both ends of a pair need not agree. A record is some 400 bytes; beyond the bound a message costs two more control
     /// frames and a round trip.
     pub most_unasked: usize,
+    /// With at least this many streams one is left free while something is urgent ([`Peer::express`]).
+    pub express_from: usize,
     /// Cover payloads with a CRC32C.
     pub checksum: bool,
     /// Upper bound on a stream's unacknowledged bytes.
@@ -88,6 +92,7 @@ impl Default for PeerConfig {
             references: false,
             descriptors: false,
             most_unasked: 16_384,
+            express_from: 4,
             checksum: false,
             unacked_limit_bytes: 8 * 1024 * 1024,
             heartbeat_every: 500 * MILLISECOND,
@@ -142,10 +147,7 @@ pub struct Peer<C = Arc<[u8]>> {
     config: PeerConfig,
     /// Ordered, so that the same calls give the same frames.
     streams: BTreeMap<StreamId, Stream<FrameId>>,
-    /// How many of the streams that are up carry outgoing frames: the first ones.
-    most_used: usize,
-    /// The last of those streams.
-    last_used: StreamId,
+    used: Used,
     outbox: Outbox<C>,
     controls: Controls,
     ops: HashMap<OpKey, Op>,
@@ -159,12 +161,21 @@ pub struct Peer<C = Arc<[u8]>> {
     patience: f64,
     /// The peer's newest frame said that the streams share a link ([`FLAG_SHARED`]).
     is_shared_there: bool,
+    urgency: Urgency,
     hearing: Hearing,
     events: VecDeque<Event>,
     /// [`Peer::end`] was called.
     has_ended: bool,
     /// A stream withholds the acknowledgement of the peer's good-bye ([`Peer::has_frames_out`]).
     withholds_ack: bool,
+}
+
+/// Which of the streams that are up carry outgoing frames, beside the express stream: the first ones.
+#[derive(Debug)]
+struct Used {
+    most: usize,
+    /// The last of them.
+    last: StreamId,
 }
 
 impl Peer {
@@ -182,8 +193,7 @@ impl<C: Copied> Peer<C> {
         debug_assert!(config.eager_bytes <= u64::from(MAX_FRAME_BYTES), "an eager message is one frame");
         Peer {
             streams: BTreeMap::new(),
-            most_used: usize::MAX,
-            last_used: StreamId::MAX,
+            used: Used { most: usize::MAX, last: StreamId::MAX },
             outbox: Outbox::default(),
             controls: Controls::default(),
             ops: HashMap::new(),
@@ -192,6 +202,7 @@ impl<C: Copied> Peer<C> {
             credit: Credit::default(),
             patience: 1.0,
             is_shared_there: false,
+            urgency: Urgency::default(),
             hearing: Hearing::new(&config, now),
             events: VecDeque::new(),
             has_ended: false,
@@ -316,16 +327,16 @@ impl<C: Copied> Peer<C> {
         self.credit.owes_update = true;
     }
 
-    /// Sends messages on at most `most` streams: the first of those that are up, at least one. The other streams stay open:
+    /// Sends messages on at most `most` streams, beside the express stream: the first of those that are up, at least one. The other streams stay open:
     /// they send heartbeats and receive, since the peer decides for itself which streams it sends on. Frames in flight stay on
     /// their streams, so this may be called at any time.
     pub fn use_streams(&mut self, most: usize) {
-        self.most_used = most.max(1);
+        self.used.most = most.max(1);
         self.choose_used();
     }
 
     fn choose_used(&mut self) {
-        self.last_used = self.streams.keys().nth(self.most_used - 1).copied().unwrap_or(StreamId::MAX);
+        self.used.last = self.streams.keys().nth(self.used.most - 1).copied().unwrap_or(StreamId::MAX);
     }
 
     /// How many streams are up.
@@ -339,7 +350,7 @@ impl<C: Copied> Peer<C> {
     pub fn stats(&self) -> Vec<(StreamId, StreamStats)> {
         self.streams
             .iter()
-            .map(|(id, s)| (*id, s.snapshot(self.config.unacked_limit_bytes, self.share_a_link())))
+            .map(|(id, s)| (*id, s.snapshot(self.config.unacked_limit_bytes, self.room(self.hearing.last))))
             .collect()
     }
 }
@@ -350,6 +361,8 @@ const NO_MESSAGE: MessageKey =
 pub const FLAG_EAGER: u16 = 2;
 /// The sender of the frame has found that the streams share a link.
 pub const FLAG_SHARED: u16 = 4;
+/// The sender of the frame has urgent messages, for this node or for others.
+pub const FLAG_URGENT: u16 = 8;
 /// Above this, one copy by `process_vm_readv` (some microseconds to start) beats two through a socket.
 const REFERENCE_ABOVE: u64 = 8 * 1024;
 

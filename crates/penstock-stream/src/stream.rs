@@ -39,6 +39,17 @@ pub(crate) struct Stream<F> {
     pub(crate) stats: StreamStats,
 }
 
+/// How much a stream may have under way beyond what a round trip takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Room {
+    /// What waits delays nothing but the stream itself.
+    Own,
+    /// The streams share a link: what waits in it delays all of them.
+    Shared,
+    /// Something urgent may have to pass.
+    Urgent,
+}
+
 /// A frame on its way.
 #[derive(Debug)]
 pub(crate) struct InFlight<F> {
@@ -175,7 +186,7 @@ impl<F> Stream<F> {
     }
 
     /// How many bytes may be unacknowledged. Where streams share a link, what waits in it delays all of them, urgent frames too.
-    pub(crate) fn window(&self, limit: u64, is_shared: bool) -> u64 {
+    pub(crate) fn window(&self, limit: u64, room: Room) -> u64 {
         let rate = self.rate();
         if rate == 0.0 {
             return FIRST_WINDOW.min(limit);
@@ -183,13 +194,16 @@ impl<F> Stream<F> {
         let carried = |rate: f64, nanos: u64| rate * nanos as f64 / 1e9;
         // With the best rate, which is too high by what acks jitter, two full directions would lengthen each other's queue.
         let waiting = carried(self.rates.mean(), self.arrivals.wait());
-        let (slack, frame) = if is_shared {
-            (carried(rate, SLACK_LEAST), self.frame_bytes())
-        } else {
-            let slack = carried(rate, SLACK_MOST).min(carried(rate, SLACK_LEAST).max(SLACK_BYTES));
-            (slack, self.frame_bytes().max(WINDOW_FRAME))
+        let least = carried(rate, SLACK_LEAST);
+        let (slack, frames) = match room {
+            // Another round trip where that takes longer than a frame, which is sent whole.
+            Room::Urgent => (carried(rate, self.round_trip()).min(f64::from(self.frame_bytes())), 0),
+            Room::Shared => (least, 2 * self.frame_bytes()),
+            Room::Own => {
+                (carried(rate, SLACK_MOST).min(least.max(SLACK_BYTES)), 2 * self.frame_bytes().max(WINDOW_FRAME))
+            }
         };
-        ((carried(rate, self.round_trip()) + waiting + slack) as u64 + 2 * u64::from(frame)).min(limit)
+        ((carried(rate, self.round_trip()) + waiting + slack) as u64 + u64::from(frames)).clamp(1, limit.max(1))
     }
 
     /// How large a piece to cut for this stream: what it carries in [`FRAME_TIME`], between the bounds.
@@ -236,11 +250,11 @@ impl<F> Stream<F> {
         self.round_trips = RoundTrips { least: round_trip, least_at: now, best: round_trip };
     }
 
-    pub(crate) fn snapshot(&self, limit: u64, is_shared: bool) -> StreamStats {
+    pub(crate) fn snapshot(&self, limit: u64, room: Room) -> StreamStats {
         StreamStats {
             rate_bytes_per_s: self.rate(),
             round_trip_ns: self.round_trip(),
-            window_bytes: self.window(limit, is_shared),
+            window_bytes: self.window(limit, room),
             ..self.stats
         }
     }

@@ -92,6 +92,17 @@ pub struct OpSeq(pub u64);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Priority(pub i32);
 
+impl Priority {
+    /// That of an operation for which nobody has said anything else.
+    pub const USUAL: Priority = Priority(0);
+
+    /// Whether it is more urgent than usual.
+    #[must_use]
+    pub fn is_urgent(self) -> bool {
+        self < Priority::USUAL
+    }
+}
+
 /// Bytes `start..end` of a buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ByteRange {

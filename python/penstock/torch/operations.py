@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from penstock.runtime import urgency
 from penstock.torch.arguments import (
     CALL_CONTIGUOUS,
     DTYPES,
@@ -103,7 +104,20 @@ class Operations(Life):
             timeout_s = self._timeout.total_seconds()
         size = (dtype, count if elements is None else elements, 0 if tensor is None else tensor.nbytes, lying)
         return functools.partial(
-            self._start, collective, size, input, output, addresses, keep, op, factor, rank, tag, splits, timeout_s
+            self._start,
+            collective,
+            size,
+            input,
+            output,
+            addresses,
+            keep,
+            op,
+            factor,
+            rank,
+            tag,
+            splits,
+            timeout_s,
+            urgency.current(),
         )
 
     def _is_in_place(self, collective: str, input: torch.Tensor, output: torch.Tensor) -> bool:
@@ -127,6 +141,7 @@ class Operations(Life):
         tag: int,
         splits: tuple[list[int], list[int]] | None,
         timeout_s: float,
+        urgent: urgency.Urgency | None,
     ) -> Ticket:
         """Start one operation on the memory at the addresses, which ``keep`` owns; ``size`` is its dtype, elements, bytes, and
         the number of its layout."""
@@ -147,6 +162,7 @@ class Operations(Life):
             twins = [None if one is None else staged.twin(one) for one in (input, output)]
             addresses = (_address(twins[0]), _address(twins[1]))
             keep = [one.untyped_storage() for one in twins if one is not None]
+        number = urgency.USUAL if urgent is None else urgent.number
         ticket = self._member.group.start(
             collective,
             dtype=dtype,
@@ -161,10 +177,13 @@ class Operations(Life):
             tag=tag,
             input_splits=None if splits is None else splits[0],
             output_splits=None if splits is None else splits[1],
+            priority=urgency.engine_priority(number),
             hold=staged is not None,
             timeout_s=timeout_s,
             keep=keep,
         )
+        if urgent is not None:
+            urgent.add(self._member.group, ticket, number)
         return ticket if staged is None else StagedTicket(staged, ticket)
 
     def _side(self, device: torch.device) -> Side:

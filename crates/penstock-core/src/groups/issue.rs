@@ -8,7 +8,8 @@ use crate::name::{OpId, Sequence};
 use crate::operation::Operation;
 use crate::unbound::ANY_SOURCE;
 use penstock_plan::{Algorithm, Collective, Medium, Request, Thresholds, choose, segment_bytes};
-use penstock_types::{ChannelId, Failure, FailureKind, GroupId, OpSeq, Scope, Time};
+use penstock_stream::MessageKey;
+use penstock_types::{ChannelId, Failure, FailureKind, GroupId, OpSeq, Priority, Scope, Time};
 use std::collections::HashMap;
 
 impl<B, K> Groups<B, K> {
@@ -31,6 +32,38 @@ impl<B, K> Groups<B, K> {
         };
         let waiting = group.held.remove(&op).expect("just found");
         group.begin(&mut self.common, host, op, waiting);
+    }
+
+    /// Changes how urgent an operation is: what it has not sent yet leaves by that, and what it computes goes by it. Nothing
+    /// happens where it has ended.
+    pub fn reprioritise<H: Host<Body = B, Kept = K>>(
+        &mut self,
+        host: &mut H,
+        id: GroupId,
+        priority: Priority,
+        is_meant: impl Fn(&B) -> bool,
+    ) {
+        let Some(group) = self.groups.get_mut(&id) else { return };
+        let held = group.held.values_mut().map(|waiting| (&mut waiting.call, &waiting.body));
+        let posted = group.unbound.iter_mut().map(|posted| (&mut posted.call, &posted.body));
+        if let Some((call, _)) = held.chain(posted).find(|(_, body)| is_meant(body)) {
+            call.priority = priority;
+        }
+        let Some((op, active)) = group.ops.iter_mut().find(|(_, active)| is_meant(&active.body)) else { return };
+        let before = std::mem::replace(&mut active.priority, priority);
+        let turn = |priority| (priority, active.started, id, *op);
+        if self.common.work.remove(&turn(before)) {
+            self.common.work.insert(turn(priority));
+        }
+        let MessageKey { channel, op: seq, .. } = op.key(id, group.members.rank(), 0);
+        if matches!(op.sequence, Sequence::Receives { .. }) {
+            return;
+        }
+        // Other pairs of ranks may use the same tag in the same direction.
+        let with = op.other();
+        for (_, peer) in group.members.others().filter(|(rank, _)| with.is_none_or(|only| only == *rank)) {
+            host.machine(peer).reprioritise(id, channel, seq, priority);
+        }
     }
 }
 

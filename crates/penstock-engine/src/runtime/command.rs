@@ -79,6 +79,7 @@ pub(crate) enum Command {
     Open(GroupId, Open, Promise),
     Start(Scope, Call, Promise),
     Release(GroupId, Ticket),
+    Reprioritise(GroupId, Ticket, Priority),
     /// Leaves a group, or closes a channel; `true`: the group is left next.
     Leave(Scope, bool),
     /// Sets the all-reduce algorithm of a channel from its next operation on, and the streams to use to each rank of the group.
@@ -191,6 +192,9 @@ impl Runtime {
             Command::Release(id, ticket) => {
                 self.act(peers, |groups, hands| groups.release(hands, id, |body| body.ticket.is_of(&ticket)));
             }
+            Command::Reprioritise(id, ticket, priority) => self.act(peers, |groups, hands| {
+                groups.reprioritise(hands, id, priority, |body| body.ticket.is_of(&ticket));
+            }),
             Command::Leave(scope, leaves_group) => {
                 self.act(peers, |groups, hands| groups.close(hands, scope, leaves_group));
             }

@@ -119,6 +119,7 @@ impl<'a> Rank<'a> {
         let memory_epoch = Arc::new(MemoryEpoch::new(node));
         let mut settings = settings(&config, node);
         settings.peer.eager_credit_bytes = program.eager_credit_bytes;
+        settings.peer.express_from = 2;
         let engine = Engine {
             driver: Driver::played(network.host(rank), settings).expect("a descriptor"),
             runtime: Runtime::new(shared.clone(), node, memory_epoch, Thresholds::default(), recorder),

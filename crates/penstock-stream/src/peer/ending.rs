@@ -133,6 +133,7 @@ impl<C: Copied> Peer<C> {
             self.outbox.by_key.remove(&message.key);
             self.outbox.unasked -= usize::from(matches!(message.way, Way::Reference { is_unasked: true }));
             self.outbox.ready.remove(&(message.priority, issue));
+            self.outbox.urgent -= usize::from(message.has_begun() && message.priority.is_urgent());
             if let Some(scope) = message.holds_left {
                 self.no_longer_holds_left(scope);
             }

@@ -85,12 +85,21 @@ pub(super) struct Outbox<C> {
     pub(super) issued: u64,
     /// References that were sent unasked and that the peer has not read.
     pub(super) unasked: usize,
+    /// How many of `messages` are more urgent than usual and have begun to leave.
+    pub(super) urgent: usize,
 }
 
 // `derive` would ask for a default of `C`.
 impl<C> Default for Outbox<C> {
     fn default() -> Outbox<C> {
-        Outbox { messages: HashMap::new(), by_key: BTreeMap::new(), ready: BTreeSet::new(), issued: 0, unasked: 0 }
+        Outbox {
+            messages: HashMap::new(),
+            by_key: BTreeMap::new(),
+            ready: BTreeSet::new(),
+            issued: 0,
+            unasked: 0,
+            urgent: 0,
+        }
     }
 }
 
@@ -181,6 +190,11 @@ impl<C> Message<C> {
     /// Whether the message has left, or leaves without waiting for a frame of the peer.
     pub(super) fn is_under_way(&self, ready: &BTreeSet<(Priority, u64)>, issue: u64) -> bool {
         !self.frames.is_empty() || ready.contains(&(self.priority, issue))
+    }
+
+    /// Whether a frame of it has left.
+    pub(super) fn has_begun(&self) -> bool {
+        !self.frames.is_empty()
     }
 
     /// Whether a stream could pull another frame.

@@ -3,7 +3,7 @@
 use super::credit::eager_cost;
 use super::outgoing::{Body, Copied, FrameId, Way};
 use super::take_over::{PATIENCE_SHARED, TakeOver};
-use super::{FLAG_EAGER, FLAG_SHARED, NO_MESSAGE, Peer, StreamId};
+use super::{FLAG_EAGER, FLAG_SHARED, FLAG_URGENT, NO_MESSAGE, Peer, StreamId};
 use crate::frame::{FLAG_PAYLOAD_SUM, Header, Kind};
 use crate::stream;
 use penstock_types::Time;
@@ -59,9 +59,11 @@ impl<C: Copied> Peer<C> {
     }
 
     fn next_frame(&mut self, id: StreamId, now: Time) -> Option<Outbound<C>> {
-        let streams = self.streams.len().min(self.most_used) as u64;
-        let is_used = id <= self.last_used;
-        let is_shared = self.share_a_link();
+        let express = self.express(now);
+        let is_express = express == Some(id);
+        let streams = (self.streams.len() - usize::from(express.is_some())).min(self.used.most) as u64;
+        let is_used = is_express || id <= self.used.last;
+        let room = self.room(now);
         let stream = self.streams.get_mut(&id)?;
         // Failure reports and heartbeats do not wait for room in the window.
         if self.controls.queue.front().is_some_and(|first| self.controls.frames[first].header.kind == Kind::Report) {
@@ -70,12 +72,16 @@ impl<C: Copied> Peer<C> {
         if let Some(asked) = stream.owes_reply.take() {
             return Some(bare(Kind::HeartbeatReply, asked));
         }
-        if is_used && stream.unacked_bytes < stream.window(self.config.unacked_limit_bytes, is_shared) {
+        if is_used && stream.unacked_bytes < stream.window(self.config.unacked_limit_bytes, room) {
             if let Some(control) = self.controls.queue.pop_front() {
                 return Some(self.control_frame(id, control, now));
             }
-            if let Some(&(priority, issue)) = self.outbox.ready.first() {
+            let is_held = now < self.urgency.held && !self.config.descriptors;
+            let only_urgent = is_express || is_held;
+            let first = self.outbox.ready.first();
+            if let Some(&(priority, issue)) = first.filter(|(priority, _)| !only_urgent || priority.is_urgent()) {
                 let message = self.outbox.messages.get_mut(&issue).expect("ready messages are outgoing");
+                self.outbox.urgent += usize::from(!message.has_begun() && priority.is_urgent());
                 let (index, repeated) = message.next_frame(stream.frame_bytes(), streams);
                 if !message.has_frames() {
                     self.outbox.ready.remove(&(priority, issue));
@@ -83,7 +89,7 @@ impl<C: Copied> Peer<C> {
                 stream.stats.repeated_frames += u64::from(repeated);
                 return Some(self.data_frame(id, issue, index, now));
             }
-            match self.take_over(id, now) {
+            match if only_urgent { TakeOver::Nothing } else { self.take_over(id, now) } {
                 TakeOver::Frame(frame) => {
                     let outbound = match frame {
                         FrameId::Control(control) => self.control_frame(id, control, now),
@@ -169,6 +175,9 @@ impl<C: Copied> Peer<C> {
         outbound.header.ack = stream.before_bye.unwrap_or(stream.taken_frames);
         if self.patience >= PATIENCE_SHARED {
             outbound.header.flags |= FLAG_SHARED;
+        }
+        if now < self.urgency.here {
+            outbound.header.flags |= FLAG_URGENT;
         }
         outbound.header.sent_at = stream::clock(now);
         outbound.header.credit = self.credit.consumed;

@@ -5,8 +5,8 @@ use super::operation::{OpKey, granted_span};
 use super::outgoing::{Body, Control, Copied, Copies, Message, Outgoing, Way};
 use super::{NO_MESSAGE, Peer, Report};
 use crate::fingerprint::Fingerprint;
-use crate::frame::{Header, Kind, MAX_REPORT_BYTES, MessageKey, Reference};
-use penstock_types::Scope;
+use crate::frame::{Channel, Header, Kind, MAX_REPORT_BYTES, MessageKey, Reference};
+use penstock_types::{GroupId, OpSeq, Priority, Scope};
 use std::sync::Arc;
 
 impl<C: Copied> Peer<C> {
@@ -64,6 +64,22 @@ impl<C: Copied> Peer<C> {
         let before = self.outbox.by_key.insert(key, issue);
         debug_assert!(before.is_none(), "{key:?} is sent twice");
         self.outbox.messages.insert(issue, message);
+    }
+
+    /// Changes how urgent the messages of an operation are that were given to [`Peer::send`]. What a stream has pulled goes on.
+    pub fn reprioritise(&mut self, group: GroupId, channel: Channel, op: OpSeq, priority: Priority) {
+        let key = |message| MessageKey { group, channel, op, message };
+        for issue in self.outbox.by_key.range(key(0)..=key(u32::MAX)).map(|(_, issue)| *issue) {
+            let message = self.outbox.messages.get_mut(&issue).expect("named by its key");
+            let before = std::mem::replace(&mut message.priority, priority);
+            if message.has_begun() {
+                self.outbox.urgent += usize::from(priority.is_urgent());
+                self.outbox.urgent -= usize::from(before.is_urgent());
+            }
+            if self.outbox.ready.remove(&(before, issue)) {
+                self.outbox.ready.insert((priority, issue));
+            }
+        }
     }
 
     /// Where a message lies that the peer can read there, and that is long enough for it.

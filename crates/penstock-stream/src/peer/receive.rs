@@ -4,7 +4,7 @@
 use super::operation::{Arrival, Incoming, OpKey, OpStatus, granted_span, span};
 use super::outgoing::{Body, Copied, FrameId, Way};
 use super::take_over::{PATIENCE_LOST, PATIENCE_MOST, PATIENCE_WON};
-use super::{Event, FLAG_EAGER, FLAG_SHARED, Peer, Report, StreamId};
+use super::{Event, FLAG_EAGER, FLAG_SHARED, FLAG_URGENT, Peer, Report, StreamId, Urgency};
 use crate::frame::{Counts, FLAG_PAYLOAD_SUM, Farewell, FrameError, Header, Kind, MessageKey};
 use crate::ranges::Ranges;
 use penstock_types::{FailureKind, Scope, Time};
@@ -46,6 +46,9 @@ impl<C: Copied> Peer<C> {
         }
         self.heard(id, now);
         self.is_shared_there = header.flags & FLAG_SHARED != 0;
+        if header.flags & FLAG_URGENT != 0 {
+            self.urgency.anywhere = self.urgency.anywhere.max(now.plus(Urgency::LASTS));
+        }
         self.handle_ack(id, header, now)?;
         self.credit.handle_returned(header.credit)?;
         match header.kind {

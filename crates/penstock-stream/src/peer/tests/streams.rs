@@ -661,6 +661,51 @@ fn empty_messages_fill_the_window() {
     assert!(drain(&mut a, &mut b, 0).len() >= 1000);
 }
 
+/// One stream is left free for what is urgent, others hear of it, and a claim of another process holds the rest.
+#[test]
+fn urgency_keeps_a_stream_free_and_holds_the_rest() {
+    let [mut a, mut b] = pair(&PeerConfig::default(), 4);
+    let urgent = |peer: &mut Peer, message| {
+        let body = Body::Owned(vec![1; 100].into());
+        peer.send(Outgoing { key: key(message), priority: Priority(-1), fingerprint: FIVE, coflow: 0, body });
+    };
+    copied(&mut a, 0, 100);
+    a.hurry(a.urgency(NOW));
+    assert_eq!(a.express(NOW), None, "nothing is urgent");
+    assert!(a.poll_frame(3, NOW).is_some());
+    urgent(&mut a, 1);
+    copied(&mut a, 2, 100);
+    let said = a.urgency(NOW);
+    a.hurry(said);
+    assert_eq!((a.has_urgent(), a.express(NOW)), (true, Some(3)));
+    // On the free stream the urgent one leaves, and the other one does not.
+    let frame = a.poll_frame(3, NOW).expect("it is urgent");
+    assert_eq!((frame.header.key, frame.header.flags & FLAG_URGENT), (key(1), FLAG_URGENT));
+    assert!(a.poll_frame(3, NOW).is_none());
+    // The receiver keeps its own queues short from then on, but no stream free, and tells nobody else.
+    take(&mut b, 3, &frame, OpStatus::Early);
+    assert_eq!((b.urgency(NOW).here, b.express(NOW)), (Time(0), None));
+    assert_eq!(b.urgency(NOW).anywhere, NOW.plus(Urgency::LASTS));
+    // While another process of the host is urgent, nothing else leaves at all.
+    let held = NOW.plus(MILLISECOND);
+    a.hurry(Urgency { held, ..said });
+    assert!(a.poll_frame(0, NOW).is_none());
+    urgent(&mut a, 4);
+    assert_eq!(a.poll_frame(0, NOW).expect("it is urgent, too").header.key, key(4));
+    assert_eq!(a.poll_frame(0, held).expect("its time has come").header.key, key(2));
+    // When it has become usual, and when it is forgotten, it does not count any more.
+    urgent(&mut a, 5);
+    a.reprioritise(GroupId(7), Channel::Collective(ChannelId::MAIN), OpSeq(3), Priority(3));
+    assert!(!a.has_urgent());
+    a.reprioritise(GroupId(7), Channel::Collective(ChannelId::MAIN), OpSeq(3), Priority(-3));
+    assert_eq!(a.most_urgent(), Some(Priority(-3)));
+    a.forget(GroupId(7), &Counts::default());
+    a.end();
+    assert_eq!((a.has_urgent(), a.most_urgent()), (false, None));
+    let late = NOW.plus(Urgency::LASTS + 1);
+    assert_eq!(a.express(late), None);
+}
+
 /// A connection that replaces one that was not known to be gone takes over what that had in flight.
 #[test]
 fn a_replaced_stream_loses_nothing() {

@@ -387,6 +387,11 @@ impl World {
         *turn += 1;
         let count = up.len();
         let mut left: Vec<usize> = (0..count).map(|at| (at + *turn) % count).filter(|s| up[*s][side]).collect();
+        // As the event loop does.
+        peer.hurry(peer.urgency(now));
+        if let Some(express) = peer.express(now) {
+            left.sort_by_key(|stream| *stream != express as usize);
+        }
         while !left.is_empty() {
             left.retain(|&stream| {
                 let way = Way { pair, side, stream };
@@ -409,7 +414,7 @@ impl World {
                         let repeated = self.pulled.iter().any(|(k, o, ..)| (*k, *o) == (header.key, header.offset));
                         self.pulled.push((header.key, header.offset, stream, repeated));
                     }
-                    let window = sender.window(peer.config.unacked_limit_bytes, peer.share_a_link());
+                    let window = sender.window(peer.config.unacked_limit_bytes, peer.room(peer.hearing.last));
                     let before = sender.unacked_bytes - Header::BYTES as u64 - u64::from(header.length);
                     assert!(before < window && window <= peer.config.unacked_limit_bytes, "beyond the window");
                     let is_granted = granted.contains(&(side, OpKey::of(&header.key), header.key.message));

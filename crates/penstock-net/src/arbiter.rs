@@ -1,0 +1,134 @@
+//! The card of a host is shared by its ranks: one word in shared memory tells them that one of them has urgent bytes to send, so that
+//! the others' bulk gives way.
+//!
+//! The word holds a time and who has written it. Nobody has to take it back: it ends by itself, also when its writer dies. Two
+//! processes that are urgent at once overwrite each other's word, and neither gives way, since each sends what is urgent first.
+
+use crate::fds::Fd;
+use crate::memory::Mapped;
+use penstock_types::{MILLISECOND, Time};
+use rustix::fs::{FallocateFlags, FileType, Mode, OFlags};
+use rustix::time::{ClockId, clock_gettime};
+use std::io;
+use std::path::Path;
+use std::sync::atomic::Ordering;
+
+/// This process's access to the word; without one, nobody gives way to anybody.
+pub(crate) struct Arbiter {
+    word: Option<Mapped>,
+    /// Who we are: a random number of [`OWNER_BITS`].
+    own: u64,
+    /// When other processes' urgent bytes began to hold up this one's.
+    held_since: Time,
+}
+
+impl Arbiter {
+    /// Without a word.
+    pub(crate) fn none() -> Arbiter {
+        Arbiter { word: None, own: 0, held_since: Time(0) }
+    }
+
+    /// That of this user's processes in this network namespace.
+    pub(crate) fn of_this_host() -> Arbiter {
+        let opened = rustix::fs::stat("/proc/self/ns/net").map_err(io::Error::from).and_then(|namespace| {
+            let name = format!("/dev/shm/penstock-urgent-{}-{}", rustix::process::getuid().as_raw(), namespace.st_ino);
+            Arbiter::at(name.as_ref())
+        });
+        opened.unwrap_or_else(|error| {
+            log::debug!("penstock: ranks of this host do not give way to each other's urgent messages: {error}");
+            Arbiter::none()
+        })
+    }
+
+    /// That in a file, which is made if it is not there. It must be this user's alone: whoever can write there can hold bulk up.
+    pub(crate) fn at(path: &Path) -> io::Result<Arbiter> {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let file = Fd::new(rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?);
+        let found = rustix::fs::fstat(&file)?;
+        let is_file = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile && found.st_nlink == 1;
+        if !is_file || found.st_uid != rustix::process::getuid().as_raw() || found.st_mode & 0o077 != 0 {
+            return Err(io::Error::other(format!("{} is another user's, or open to others", path.display())));
+        }
+        let bytes = rustix::param::page_size();
+        // Where no memory is left the first access would end the process.
+        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes as u64)?;
+        let mut own = [0; 8];
+        getrandom::fill(&mut own).expect("the kernel has randomness");
+        let (word, own) = (Some(Mapped::shared(&file, bytes)?), u64::from_ne_bytes(own) & OWNERS);
+        Ok(Arbiter { word, own, held_since: Time(0) })
+    }
+
+    /// This process has urgent bytes under way.
+    pub(crate) fn claim(&self) {
+        if let Some(word) = &self.word {
+            let until = clock() + CLAIM_FOR;
+            word.epoch().store((until / UNIT) << OWNER_BITS | self.own, Ordering::Relaxed);
+        }
+    }
+
+    /// Until when another process has urgent bytes under way, by the loop's clock, on which it is `now`; `None`: none has.
+    pub(crate) fn claimed(&self, now: Time) -> Option<Time> {
+        let word = self.word.as_ref()?.epoch().load(Ordering::Relaxed);
+        if word & OWNERS == self.own {
+            return None;
+        }
+        let left = ((word >> OWNER_BITS) * UNIT).saturating_sub(clock());
+        // A longer one is none of ours.
+        (1..=CLAIM_FOR).contains(&left).then(|| now.plus(left))
+    }
+
+    /// Whether what is not urgent may wait for other processes: not for longer than [`HELD_MOST`] without a pause, so that it ends
+    /// where they are urgent all the time.
+    pub(crate) fn may_hold(&mut self, now: Time) -> bool {
+        if now.since(self.held_since) > HELD_MOST + HELD_PAUSE {
+            self.held_since = now;
+        }
+        now.since(self.held_since) <= HELD_MOST
+    }
+}
+
+/// How long bulk is held at most, and for how long it is not held then.
+const HELD_MOST: u64 = 200 * MILLISECOND;
+const HELD_PAUSE: u64 = 50 * MILLISECOND;
+
+/// Nanoseconds, alike for all processes of the host.
+fn clock() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+const OWNER_BITS: u32 = 22;
+const OWNERS: u64 = (1 << OWNER_BITS) - 1;
+/// Times in the word are multiples of this: 42 bits last for nine years.
+const UNIT: u64 = 1 << 16;
+/// How long a claim lasts. It is renewed with every acknowledgement, and costs the others' bulk this time at the end.
+const CLAIM_FOR: u64 = 3 * MILLISECOND / 2;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What one process claims the others see for a few milliseconds, and itself never.
+    #[test]
+    fn claims_end_by_themselves() {
+        let folder = std::env::temp_dir().join(format!("penstock-arbiter-{}", std::process::id()));
+        let (one, other) = (Arbiter::at(&folder).expect("it is ours"), Arbiter::at(&folder).expect("it is there"));
+        let now = Time(7);
+        assert_eq!((one.claimed(now), other.claimed(now)), (None, None));
+        one.claim();
+        assert_eq!(one.claimed(now), None);
+        let until = other.claimed(now).expect("just claimed");
+        assert!(until > now && until <= now.plus(CLAIM_FOR), "{until:?}");
+        let began = clock();
+        while other.claimed(now).is_some() {
+            assert!(clock() - began < 10_000 * MILLISECOND, "a claim does not end");
+            std::thread::yield_now();
+        }
+        // From another boot, or what somebody else has written.
+        other.word.as_ref().expect("opened").epoch().store(u64::MAX - 5, Ordering::Relaxed);
+        assert_eq!(one.claimed(now), None);
+        std::fs::set_permissions(&folder, std::os::unix::fs::PermissionsExt::from_mode(0o666)).expect("it is ours");
+        assert!(Arbiter::at(&folder).is_err(), "everybody may write there");
+        std::fs::remove_file(&folder).expect("it is ours");
+    }
+}

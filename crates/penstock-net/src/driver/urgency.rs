@@ -1,0 +1,36 @@
+//! What is urgent anywhere, for all peers: which of them is served first is up to [`Driver::pump`], how long queues are to each peer.
+
+use super::Driver;
+use penstock_stream::peer::Urgency;
+use penstock_types::Time;
+
+impl Driver {
+    /// Learns what is urgent from the peers that have something to send, and from the other processes of this host.
+    pub(super) fn settle_urgency(&mut self, is_stopping: bool) {
+        let now = self.peers.now;
+        let Urgency { mut here, mut anywhere, .. } = self.peers.urgency;
+        let (mut leaves_host, mut would_wait) = (false, false);
+        for peer in &self.peers.dirty {
+            let machine = self.peers.look(*peer);
+            let urgency = machine.urgency(now);
+            (here, anywhere) = (here.max(urgency.here), anywhere.max(urgency.anywhere));
+            if !machine.config().descriptors {
+                leaves_host |= machine.has_urgent();
+                would_wait |= machine.most_urgent().is_some_and(|priority| !priority.is_urgent());
+            }
+        }
+        if leaves_host {
+            self.arbiter.claim();
+        }
+        let mut held = Time(0);
+        if let Some(until) = self.arbiter.claimed(now) {
+            anywhere = anywhere.max(until.plus(Urgency::LASTS));
+            if would_wait && !is_stopping && self.arbiter.may_hold(now) {
+                held = until;
+                // What waits leaves then.
+                self.schedule_timers(until);
+            }
+        }
+        self.peers.urgency = Urgency { here, anywhere, held };
+    }
+}

@@ -1,0 +1,101 @@
+"""How urgent what a thread sends is."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from penstock.errors import Config
+
+if TYPE_CHECKING:
+    from penstock._core import Group, Ticket
+
+__all__ = ["Urgency", "current", "priority"]
+
+
+class Urgency:
+    """The operations that a thread has started in a block of `priority`, and how urgent they are."""
+
+    def __init__(self, number: int) -> None:
+        self._number = _checked(number)
+        # A signal handler may change what its thread is about to add.
+        self._lock = threading.RLock()
+        self._running: list[tuple[Group, Ticket]] = []
+        self._looked_at = 0
+
+    @property
+    def number(self) -> int:
+        """0 is the most urgent, 255 the least."""
+        return self._number
+
+    def change(self, number: int) -> None:
+        """Give another priority to the operations of the block that have not ended, for what this rank has not sent of them yet,
+        and to those that the block starts from now on. Messages that count as sent, since they were copied (up to 32 KiB), keep
+        their place. Returns at once. Any thread may call it, also after the block.
+
+        Raises:
+            penstock.errors.Config: it is no whole number from 0 to 255.
+        """
+        number = _checked(number)
+        with self._lock:
+            self._number = number
+            for group, ticket in self._running:
+                group.reprioritise(ticket, engine_priority(number))
+
+    def add(self, group: Group, ticket: Ticket, number: int) -> None:
+        """This operation has started in the block, with this number."""
+        with self._lock:
+            if number != self._number:
+                group.reprioritise(ticket, engine_priority(self._number))
+            if len(self._running) >= 2 * self._looked_at + _MANY:
+                self._running = [each for each in self._running if not each[1].done()]
+                self._looked_at = len(self._running)
+            self._running.append((group, ticket))
+
+
+@contextlib.contextmanager
+def priority(number: int) -> Iterator[Urgency]:
+    """Operations that this thread starts in here have this priority: 0 is the most urgent, 255 the least, and 128 what they have
+    elsewhere.
+
+    Of all frames that can leave this rank now, those of the most urgent operation leave first; to one rank and of one priority,
+    those that were queued first. Between hosts, operations with less than 128 have a stream that the others leave free.
+    Priorities change when bytes travel, never what they become. Each rank sends by its own, so ranks should agree. A batch
+    (`torch.distributed.batch_isend_irecv`) takes each call's. What goes through aggregators or a front has none.
+
+    The block's value changes the priority of what the block has started (`Urgency.change`).
+
+    Raises:
+        penstock.errors.Config: it is no whole number from 0 to 255.
+    """
+    block = Urgency(number)
+    before = _current.set(block)
+    try:
+        yield block
+    finally:
+        _current.reset(before)
+
+
+def current() -> Urgency | None:
+    """The innermost block of `priority` that this thread is in."""
+    return _current.get()
+
+
+def engine_priority(number: int) -> int:
+    """A priority as the engine counts: 0 is the usual one, and less is more urgent."""
+    return number - USUAL
+
+
+def _checked(number: int) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= _LEAST:
+        raise Config(f"a priority is a whole number from 0 (the most urgent) to {_LEAST}, not {number!r}")
+    return number
+
+
+USUAL, _LEAST = 128, 255
+# Operations that have ended are forgotten when there are this many, and when their number has doubled since.
+_MANY = 64
+_current: contextvars.ContextVar[Urgency | None] = contextvars.ContextVar("penstock.priority", default=None)

@@ -1,0 +1,225 @@
+"""``penstock bench urgency``: how long a small all-reduce takes while bulk is on its way, with and without `penstock.priority`.
+
+Three cases: the bulk is of the same ranks; of neighbours, on the same two hosts; or comes from a third host to one of both ranks.
+The target is the time alone and 5 ms, or 10 ms where the bulk is another rank's.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import click
+
+from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Page, Part, Picture, Section, Table, series
+from penstock.reports.numbers import milliseconds
+from penstock.tools.bench import machine
+from penstock.tools.bench.options import EVERYTHING, check_files, files, parse_flow, parse_size, parse_sizes
+from penstock.tools.bench.output import reporting_errors, result_console, say, write_json, write_report
+from penstock.tools.bench.program import run_program
+from penstock.tools.bench.report import does_not_show
+from penstock.tools.bench.urgency_rank import CASES
+from penstock.tools.testbed.bed import Loopback
+from penstock.tools.testbed.cluster import Testbed
+from penstock.tools.testbed.link import LinkSpec
+
+
+@click.command()
+@click.option("--sizes", default="64K,8M", show_default=True, help="Of the small all-reduces.")
+@click.option("--bulk", default="256M", show_default=True, help="Of the tensor that is on its way.")
+@click.option("--cases", default=",".join(CASES), show_default=True, help="Whose the bulk is.")
+@click.option("--backends", default="penstock,gloo", show_default=True)
+@click.option("--rate", type=float, default=1000.0, show_default=True, help="Mbit/s of a link.")
+@click.option("--flow", default="200", show_default=True, help="Mbit/s that one flow gets at most.")
+@click.option("--turns", type=click.IntRange(1), default=3, show_default=True, help="Bulks of each way.")
+@click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds for each case.")
+@files(EVERYTHING)
+def command(
+    sizes: str,
+    bulk: str,
+    cases: str,
+    backends: str,
+    rate: float,
+    flow: str,
+    turns: int,
+    timeout: float,
+    json_path: str | None,
+    report_path: str | None,
+) -> None:
+    """Measure how long a small all-reduce waits behind bulk, and what `penstock.priority` changes.
+
+    See docs/guide/priority.md. Needs root, for emulated hosts.
+    """
+    check_files(json_path=json_path, report_path=report_path)
+    if unknown := [case for case in cases.split(",") if case not in CASES]:
+        raise click.UsageError(f"no case {', '.join(unknown)}: there are {', '.join(CASES)}")
+    link = LinkSpec(rate_mbit=rate, flow_mbit=parse_flow(flow))
+    rows: list[Row] = []
+    with reporting_errors():
+        description = machine.describe()
+        for case in cases.split(","):
+            for backend in backends.split(","):
+                for nbytes in parse_sizes(sizes):
+                    say(f"{case}: {backend}, {nbytes} bytes ...")
+                    hosts, ranks = (3, 3) if case == "other host" else (2, 1 + max(map(max, CASES[case])))
+                    with Testbed(hosts=hosts, link=link) as bed:
+                        rows += measure(
+                            bed,
+                            case=case,
+                            backend=backend,
+                            ranks=ranks,
+                            nbytes=nbytes,
+                            bulk_bytes=parse_size(bulk),
+                            turns=turns,
+                            timeout_s=timeout,
+                        )
+        result_console().print(table(rows).for_terminal())
+        write_json(json_path, description, [asdict(row) for row in rows])
+        write_report(report_path, lambda: page(rows, link, description))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case, backend, size and way; times in seconds, of the slower of the two ranks."""
+
+    case: str
+    backend: str
+    nbytes: int
+    way: str
+    """``alone``, ``usual``, ``urgent``."""
+    samples: int
+    median_s: float
+    worst_s: float
+    alone_s: float
+    """The median alone."""
+    rate: float | None
+    """Bytes of bulk and small sums together a second, over the bulk's alone; None without bulk."""
+
+    @property
+    def target_s(self) -> float | None:
+        """What an urgent one may take at most."""
+        if self.way != "urgent":
+            return None
+        if self.nbytes <= _SMALL:
+            return self.alone_s + (0.005 if self.case == "same rank" else 0.010)
+        return self.alone_s * {"same rank": 1.3, "neighbour": 1.5, "other host": 2.0}[self.case]
+
+
+def measure(
+    bed: Testbed | Loopback,
+    *,
+    case: str,
+    backend: str,
+    ranks: int,
+    nbytes: int,
+    bulk_bytes: int,
+    turns: int,
+    timeout_s: float,
+) -> list[Row]:
+    """One case on the hosts of ``bed``.
+
+    Raises:
+        BenchError: a rank failed or hung, with the end of what it said.
+    """
+    options = {"case": case, "backend": backend, "bytes": nbytes, "bulk_bytes": bulk_bytes, "turns": turns}
+    records = run_program(bed, "urgency_rank", options, what=f"urgency, {case}", ranks=ranks, timeout_s=timeout_s)
+    return summarise(records, case, backend, nbytes, bulk_bytes)
+
+
+def summarise(
+    records: Sequence[Sequence[dict[str, Any]]], case: str, backend: str, nbytes: int, bulk_bytes: int
+) -> list[Row]:
+    """What the ranks said, in numbers. Pure."""
+    urgent, bulk = CASES[case]
+    bulk_alone_s = statistics.median(
+        max(each) for each in zip(*(records[rank][0]["bulk_s"] for rank in bulk), strict=True)
+    )
+    rows: list[Row] = []
+    alone_s = 0.0
+    for way in ("alone", "usual", "urgent"):
+        of_ranks = [[record for record in of_rank if record.get("way") == way] for of_rank in records]
+        if not of_ranks[0]:
+            continue
+        of_turns = list(zip(*of_ranks, strict=True))
+        samples = [
+            max(both) for turn in of_turns for both in zip(*(turn[rank]["seconds"] for rank in urgent), strict=True)
+        ]
+        median = statistics.median(samples)
+        alone_s = median if way == "alone" else alone_s
+        rates = [
+            (bulk_bytes + nbytes * (1 + len(turn[urgent[0]]["seconds"]))) / max(turn[rank]["whole_s"] for rank in bulk)
+            for turn in of_turns
+        ]
+        rate = None if way == "alone" else statistics.median(rates) * bulk_alone_s / bulk_bytes
+        rows.append(Row(case, backend, nbytes, way, len(samples), median, max(samples), alone_s, rate))
+    return rows
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """One line a case, size and way."""
+    columns = [
+        Column("way", is_text=True),
+        Column("median"),
+        Column("worst"),
+        Column("target", meaning="the time alone and what it may take longer"),
+        Column("samples"),
+        Column("all bytes", meaning="bytes of bulk and small sums together a second, over the bulk's alone"),
+    ]
+    lines = [
+        Line(
+            [
+                row.way,
+                milliseconds(row.median_s),
+                milliseconds(row.worst_s),
+                "" if row.target_s is None else f"<= {milliseconds(row.target_s)}",
+                str(row.samples),
+                "" if row.rate is None else f"{row.rate:.1%}",
+            ],
+            (row.case, row.backend, _size(row.nbytes)),
+        )
+        for row in rows
+    ]
+    parts = [Column("bulk of", is_text=True), Column("backend", is_text=True), Column("size")]
+    return Table("All-reduces behind bulk", columns, lines, parts)
+
+
+def page(rows: Sequence[Row], link: LinkSpec, description: dict[str, Any]) -> Page:
+    """The report."""
+    shown = [row for row in rows if row.nbytes == min(each.nbytes for each in rows)]
+    bars = [
+        Bar(
+            f"{row.way}, {row.backend}",
+            [Part(1e3 * row.median_s, series(index % 3).colour)],
+            milliseconds(row.median_s),
+        )
+        for index, row in enumerate(shown)
+    ]
+    told = [row for row in rows if row.target_s is not None]
+    reached = sum(row.median_s <= (row.target_s or 0.0) for row in told)
+    return Page(
+        kind="Penstock bench: urgency",
+        answer=f"{reached} of {len(told)} urgent sizes are within their target behind bulk",
+        picture=Picture(
+            "urgency",
+            Bars(Axis("time of an all-reduce", "ms"), bars),
+            f"All-reduces of {_size(shown[0].nbytes)}: alone, behind bulk, and behind it with a priority.",
+            "Medians; of each pair of ranks the slower one.",
+        ),
+        next=Next("Say what is urgent in a script.", "docs/guide/priority.md"),
+        setting=f"Hosts with a {link.describe()}.",
+        sections=[
+            Section("In numbers", [table(rows)]),
+            Section("What this does not show", [does_not_show(link)]),
+            Section("Conditions", [machine.lines(description)]),
+        ],
+    )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+
+
+# Up to this size the target is a time, above it a ratio.
+_SMALL = 1 << 20

@@ -1,0 +1,105 @@
+"""One rank of `penstock bench urgency`: small all-reduces, alone and while bulk is on its way.
+
+Standard output takes one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.runtime.urgency import priority
+
+# By case: the ranks that sum small tensors, and those between which the bulk goes. Ranks are dealt to hosts in blocks.
+CASES = {"same rank": ((0, 1), (0, 1)), "neighbour": ((0, 2), (1, 3)), "other host": ((0, 1), (2, 0))}
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group(options["backend"])
+    rank, case = dist.get_rank(), options["case"]
+    urgent, bulk = CASES[case]
+    group, bulk_group = dist.new_group(list(urgent)), dist.new_group(list(bulk))
+    large = torch.ones(options["bulk_bytes"] // 4) if rank in bulk else None
+    small = torch.ones(options["bytes"] // 4) if rank in urgent else None
+
+    def start() -> Callable[[], object]:
+        if large is None:
+            return lambda: None
+        if case != "other host":
+            return dist.all_reduce(large, group=bulk_group, async_op=True).wait
+        work = (dist.isend if rank == bulk[0] else dist.irecv)(large, bulk[1] if rank == bulk[0] else bulk[0])
+        assert work is not None
+        return work.wait
+
+    def sum_small(begun: float, within_s: float, number: int | None) -> list[float]:
+        """Seconds of each. The first element carries whether both ranks go on."""
+        if small is None:
+            return []
+        taken = []
+        with contextlib.nullcontext() if number is None else priority(number):
+            while True:
+                time.sleep(_PAUSE_S)
+                small.fill_(1.0)
+                small[0] = float(time.perf_counter() - begun < within_s)
+                # Not to measure how much later the other rank wakes up.
+                dist.barrier(group=group)
+                started = time.perf_counter()
+                dist.all_reduce(small, group=group)
+                taken.append(time.perf_counter() - started)
+                assert float(small[-1]) == len(urgent), "a wrong sum"
+                if small[0] < len(urgent):
+                    # The last one may have had the link for itself.
+                    return taken[:-1] or taken
+
+    def measure(within_s: float, number: int | None, with_bulk: bool) -> dict[str, Any]:
+        dist.barrier()
+        begun = time.perf_counter()
+        wait = start() if with_bulk else lambda: None
+        time.sleep(_HEAD_S)
+        seconds = sum_small(begun, within_s, number)
+        wait()
+        return {"seconds": seconds, "whole_s": time.perf_counter() - begun}
+
+    bulk_s = []
+    for _ in range(_BULKS):
+        dist.barrier()
+        begun = time.perf_counter()
+        start()()
+        bulk_s.append(time.perf_counter() - begun)
+    # Alike on all ranks: the slowest one's.
+    known = torch.tensor(sorted(bulk_s)[len(bulk_s) // 2])
+    dist.all_reduce(known, op=dist.ReduceOp.MAX)
+    _say(bulk_s=bulk_s)
+    within_s = _SHARE * float(known)
+    ways: dict[str, tuple[int | None, bool]] = {"alone": (None, False), "usual": (None, True)}
+    if options["backend"] == "penstock":
+        ways["urgent"] = (0, True)
+    for turn in range(options["turns"]):
+        for way, (number, with_bulk) in ways.items():
+            _say(way=way, turn=turn, **measure(within_s, number, with_bulk))
+    dist.destroy_process_group()
+
+
+def _say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+# Between two small sums.
+_PAUSE_S = 0.01
+# Until the bulk has filled the link.
+_HEAD_S = 0.15
+# Of the bulk's time, in which small sums begin.
+_SHARE = 0.8
+_BULKS = 3
+
+if __name__ == "__main__":
+    main()

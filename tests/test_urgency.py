@@ -1,0 +1,168 @@
+"""Proves that what is urgent leaves first, and that priorities change nothing else."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import penstock
+import ranks
+from penstock.errors import Config
+from penstock.runtime import urgency
+from penstock.tools import testbed
+from penstock.tools.bench import urgency as bench
+
+
+@pytest.mark.parametrize("number", [-1, 256, 1.5, "0", None, True])
+def test_a_priority_is_a_whole_number(number: Any) -> None:
+    """What it may be is told; nothing has changed."""
+    with pytest.raises(Config, match=r"from 0 .* to 255, not"), penstock.priority(number):
+        pass
+    assert urgency.current() is None
+
+
+def test_a_priority_holds_in_its_block_and_thread() -> None:
+    """The innermost counts, an exception ends it, and other threads have theirs."""
+    found: list[int | None] = []
+    with penstock.priority(200) as outer:
+        with pytest.raises(KeyError), penstock.priority(0):
+            assert _number() == 0
+            raise KeyError
+        thread = threading.Thread(target=lambda: found.append(_number()))
+        thread.start()
+        thread.join()
+        assert _number() == outer.number == 200
+        outer.change(3)
+        assert _number() == 3
+        with pytest.raises(Config):
+            outer.change(256)
+    assert (_number(), found) == (None, [None])
+
+
+def _number() -> int | None:
+    current = urgency.current()
+    return None if current is None else current.number
+
+
+def test_urgent_operations_overtake_on_a_link() -> None:
+    """Behind two seconds of bytes an urgent all-reduce, message and batch end before those; one that is less urgent does not."""
+    with testbed.Testbed(hosts=2, link=testbed.LinkSpec(rate_mbit=100)) as bed:
+        for ended in ranks.run(_overtake, count=2, bed=bed):
+            assert ended == ["urgent", "message", "batch", "bulk", "less urgent"]
+
+
+def _overtake() -> list[str]:
+    dist.init_process_group("penstock")
+    rank, ended = dist.get_rank(), []
+    bulk, small = torch.full((6 << 20,), 1.0), [torch.full((16384,), float(rank)) for _ in range(4)]
+    group = dist.new_group([0, 1])
+    dist.barrier()
+    first = dist.all_reduce(bulk, async_op=True)
+    with penstock.priority(255):
+        last = dist.all_reduce(small[3], group=group, async_op=True)
+    with penstock.priority(0):
+        dist.all_reduce(small[0], group=group)
+        ended += ["urgent"] * (not first.is_completed())
+        (dist.send if rank else dist.recv)(small[1], 1 - rank)
+        ended += ["message"] * (not first.is_completed())
+        (work,) = dist.batch_isend_irecv([dist.P2POp(dist.isend if rank else dist.irecv, small[2], 1 - rank)])
+    work.wait()
+    ended += ["batch"] * (not first.is_completed())
+    for name, work in (("bulk", first), ("less urgent", last)):
+        ended += [name] * (name == "bulk" or first.is_completed())
+        work.wait()
+    assert bool((bulk == 2).all()) and [float(one[0]) for one in small] == [1, 1, 1, 1]
+    dist.destroy_process_group()
+    return ended
+
+
+def test_a_priority_changes_while_an_operation_waits() -> None:
+    """What was less urgent than two seconds of bytes overtakes them when it becomes urgent, also on one rank after the other."""
+    with testbed.Testbed(hosts=2, link=testbed.LinkSpec(rate_mbit=100)) as bed:
+        for ended in ranks.run(_change, count=2, bed=bed):
+            assert ended == [False, True]
+
+
+def _change() -> list[bool]:
+    dist.init_process_group("penstock")
+    bulk, small = torch.full((6 << 20,), 1.0), torch.full((65536,), 1.0)
+    group = dist.new_group([0, 1])
+    dist.barrier()
+    first = dist.all_reduce(bulk, async_op=True)
+    with penstock.priority(255) as block:
+        second = dist.all_reduce(small, group=group, async_op=True)
+    block.change(0)
+    second.wait()
+    ended = [first.is_completed()]
+    first.wait()
+    block.change(7)
+    ended.append(bool((bulk == 2).all()) and bool((small == 2).all()))
+    dist.destroy_process_group()
+    return ended
+
+
+def test_ranks_may_differ() -> None:
+    """Each sends by its own priority, and results are the same."""
+    for value in ranks.run(_differ, count=3):
+        assert value == [3.0, 3.0, 3.0]
+
+
+def _differ() -> list[float]:
+    dist.init_process_group("penstock")
+    rank = dist.get_rank()
+    tensors = [torch.ones(size) for size in (100_000, 3, 20_000)]
+    works = []
+    for at, tensor in enumerate(tensors):
+        with penstock.priority((rank * 100 + at * 77) % 256):
+            works.append(dist.all_reduce(tensor, async_op=True))
+    for work in works:
+        work.wait()
+    assert all(bool((tensor == tensor[0]).all()) for tensor in tensors)
+    dist.destroy_process_group()
+    return [float(tensor[0]) for tensor in tensors]
+
+
+def test_the_program_of_the_page_runs(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """With a smaller tensor, and with the operation that changes its priority."""
+    page = (root / "docs" / "guide" / "priority.md").read_text(encoding="utf-8")
+    program, change = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    program = program.replace("64 << 20", "1 << 20").replace("dist.destroy", change + "work.wait()\ndist.destroy")
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_the_bench_makes_of_what_ranks_say() -> None:
+    """The slower rank of each small sum counts; all bytes are held against the bulk's own rate."""
+
+    def said(factor: float) -> list[dict[str, Any]]:
+        ways = {"alone": ([0.001, 0.003], 0.5), "usual": ([0.2], 2.0), "urgent": ([0.004, 0.002, 0.006], 2.0)}
+        records: list[dict[str, Any]] = [{"bulk_s": [2.0, 1.8, 2.2]}]
+        for way, (seconds, whole) in ways.items():
+            records.append({"way": way, "seconds": [factor * each for each in seconds], "whole_s": whole})
+        return records
+
+    alone, usual, urgent = bench.summarise([said(1.0), said(1.5)], "same rank", "penstock", 65536, 1 << 28)
+    assert (alone.samples, alone.median_s, alone.worst_s, alone.rate) == (2, 0.003, pytest.approx(0.0045), None)
+    assert (usual.median_s, usual.target_s) == (pytest.approx(0.3), None)
+    assert (urgent.median_s, urgent.target_s) == (pytest.approx(0.006), pytest.approx(0.008))
+    assert urgent.rate == pytest.approx(1 + 4 * 65536 / (1 << 28))
+    json.dumps([vars(row) for row in (alone, usual, urgent)])
+    assert "<= 8.0 ms" in bench.table([alone, usual, urgent]).for_terminal().columns[6]._cells
+
+
+def test_the_bench_says_what_it_does_not_know() -> None:
+    """Before it makes a host."""
+    command = [sys.executable, "-m", "penstock", "bench", "urgency", "--cases", "same rank,mine"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "no case mine: there are same rank, neighbour, other host" in done.stderr
