@@ -549,6 +549,22 @@ def test_judge_knows_what_blocks_unseen(first: str, blocks: bool) -> None:
     assert judge._blocks_unseen(program, {"kind": "missing", "rank": 1, "call": "1"}) == blocks
 
 
+@pytest.mark.parametrize(("first", "waits"), [("1", True), ("0", False), ("2", False)])
+def test_judge_knows_who_waits_unseen(first: str, waits: bool) -> None:
+    """Rank 0 makes the last operation first, and waits in it for rank 1, which waits for a message of rank 0's (118000115). What
+    rank 1 makes before it waits is compared, or is what rank 0 waits for."""
+    calls = {
+        "0": {"call": "all_reduce", "group": "world"},
+        "1": {"call": "message", "group": "world"},
+        "2": {"call": "reduce", "group": "world"},
+    }
+    others = [["issue", first], ["call", "1"], *(["call", name] for name in ("0", "2") if name != first)]
+    steps = [[["call", "2"], ["pause", 1], ["call", "1"], ["call", "0"]], others]
+    program = {"ranks": 2, "groups": {"world": [0, 1]}, "calls": calls, "steps": steps}
+    wrong = {"kind": "order", "rank": 0, "call": "0", "other": "2"}
+    assert judge._wait_unseen(program, wrong) == waits
+
+
 def test_a_seed_is_a_program_with_a_fault() -> None:
     """The same seed gives the same program; each medium has each of its faults in each kind of job, and each kind of event."""
     for medium, kinds in faults.FAULTS.items():
