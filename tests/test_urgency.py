@@ -86,7 +86,7 @@ def _overtake() -> list[str]:
 
 
 def test_a_priority_changes_while_an_operation_waits() -> None:
-    """What was less urgent than two seconds of bytes overtakes them when it becomes urgent, also on one rank after the other."""
+    """What was less urgent than two seconds of bytes overtakes them when it becomes urgent."""
     with testbed.Testbed(hosts=2, link=testbed.LinkSpec(rate_mbit=100)) as bed:
         for ended in ranks.run(_change, count=2, bed=bed):
             assert ended == [False, True]

@@ -43,7 +43,7 @@ impl<C: Copied> Peer<C> {
         self.outbox.urgent > 0 || self.most_urgent().is_some_and(Priority::is_urgent)
     }
 
-    /// Keeps queues short until then.
+    /// Takes over what is urgent for the whole node: the latest times of all its peers.
     pub fn hurry(&mut self, urgency: Urgency) {
         self.urgency = urgency;
     }
