@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 
 import penstock
 import ranks
@@ -161,8 +162,18 @@ def test_what_the_bench_makes_of_what_ranks_say() -> None:
     assert "<= 8.0 ms" in bench.table([alone, usual, urgent]).for_terminal().columns[6]._cells
 
 
-def test_the_bench_says_what_it_does_not_know() -> None:
-    """Before it makes a host."""
-    command = [sys.executable, "-m", "penstock", "bench", "urgency", "--cases", "same rank,mine"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "no case mine: there are same rank, neighbour, other host" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--cases", "same rank,mine"], "no case mine: there are same rank, neighbour, other host"),
+        (["--backends", "penstock,nccl"], "no backend nccl: there are penstock, gloo"),
+        (["--sizes", "2"], "2 bytes are no whole number of float32 elements"),
+        (["--rate", "-5"], "rate_mbit=-5.0: give 0.1 to 400000 Mbit/s"),
+        (["--flow", "x"], "--flow x: give Mbit/s"),
+        (["--turns", "0"], "0 is not in the range"),
+    ],
+)
+def test_the_bench_refuses_before_it_makes_a_host(arguments: list[str], says: str) -> None:
+    """In one line, without a traceback."""
+    done = CliRunner().invoke(bench.command, arguments)
+    assert done.exit_code == 2 and says in done.output, done.output

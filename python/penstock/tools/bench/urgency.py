@@ -55,7 +55,14 @@ def command(
     check_files(json_path=json_path, report_path=report_path)
     if unknown := [case for case in cases.split(",") if case not in CASES]:
         raise click.UsageError(f"no case {', '.join(unknown)}: there are {', '.join(CASES)}")
-    link = LinkSpec(rate_mbit=rate, flow_mbit=parse_flow(flow))
+    if unknown := [backend for backend in backends.split(",") if backend not in _BACKENDS]:
+        raise click.UsageError(f"no backend {', '.join(unknown)}: there are {', '.join(_BACKENDS)}")
+    if odd := [nbytes for nbytes in [*parse_sizes(sizes), parse_size(bulk)] if nbytes % 4]:
+        raise click.UsageError(f"{odd[0]} bytes are no whole number of float32 elements")
+    try:
+        link = LinkSpec(rate_mbit=rate, flow_mbit=parse_flow(flow))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     rows: list[Row] = []
     with reporting_errors():
         description = machine.describe()
@@ -221,5 +228,6 @@ def _size(nbytes: int) -> str:
     return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
+_BACKENDS = ("penstock", "gloo")
 # Up to this size the target is a time, above it a ratio.
 _SMALL = 1 << 20
