@@ -6,6 +6,7 @@
 
 use crate::fds::Fd;
 use crate::memory::Mapped;
+use penstock_stream::peer::HoldLimit;
 use penstock_types::{MILLISECOND, Time};
 use rustix::fs::{FallocateFlags, FileType, Mode, OFlags};
 use rustix::time::{ClockId, clock_gettime};
@@ -18,14 +19,13 @@ pub(crate) struct Arbiter {
     word: Option<Mapped>,
     /// Who we are: a random number of [`OWNER_BITS`].
     own: u64,
-    /// When other processes' urgent bytes began to hold up this one's.
-    held_since: Time,
+    limit: HoldLimit,
 }
 
 impl Arbiter {
     /// Without a word.
     pub(crate) fn none() -> Arbiter {
-        Arbiter { word: None, own: 0, held_since: Time(0) }
+        Arbiter { word: None, own: 0, limit: HoldLimit::default() }
     }
 
     /// That of this user's processes in this network namespace.
@@ -55,7 +55,7 @@ impl Arbiter {
         let mut own = [0; 8];
         getrandom::fill(&mut own).expect("the kernel has randomness");
         let (word, own) = (Some(Mapped::shared(&file, bytes)?), u64::from_ne_bytes(own) & OWNERS);
-        Ok(Arbiter { word, own, held_since: Time(0) })
+        Ok(Arbiter { word, own, limit: HoldLimit::default() })
     }
 
     /// This process has urgent bytes under way.
@@ -77,19 +77,11 @@ impl Arbiter {
         (1..=CLAIM_FOR).contains(&left).then(|| now.plus(left))
     }
 
-    /// Whether what is not urgent may wait for other processes: not for longer than [`HELD_MOST`] without a pause, so that it ends
-    /// where they are urgent all the time.
+    /// Whether what is not urgent may wait for other processes.
     pub(crate) fn may_hold(&mut self, now: Time) -> bool {
-        if now.since(self.held_since) > HELD_MOST + HELD_PAUSE {
-            self.held_since = now;
-        }
-        now.since(self.held_since) <= HELD_MOST
+        self.limit.allows(now)
     }
 }
-
-/// How long bulk is held at most, and for how long it is not held then.
-const HELD_MOST: u64 = 200 * MILLISECOND;
-const HELD_PAUSE: u64 = 50 * MILLISECOND;
 
 /// Nanoseconds, alike for all processes of the host.
 fn clock() -> u64 {

@@ -163,12 +163,15 @@ pub enum Kind {
     /// nothing. All that it sent there came before this frame, except messages without a grant. The payload says what it did there
     /// ([`Farewell`]); `offset` is 1 where the sender leaves the group.
     Left = 14,
+    /// For `offset` nanoseconds the sender wants nothing that is less urgent than `priority`, since another node sends it what is as
+    /// urgent as that. Not itself acknowledged.
+    Pause = 15,
 }
 
 impl Kind {
     fn from_byte(byte: u8) -> Option<Kind> {
         use Kind::*;
-        const ALL: [Kind; 15] = [
+        const ALL: [Kind; 16] = [
             Data,
             Reference,
             Done,
@@ -184,6 +187,7 @@ impl Kind {
             Share,
             Unshare,
             Left,
+            Pause,
         ];
         ALL.into_iter().find(|kind| *kind as u8 == byte)
     }
@@ -191,7 +195,7 @@ impl Kind {
     /// Whether the receiver counts the frame in `ack`, so that the sender repeats it if the stream is lost first.
     #[must_use]
     pub fn is_counted(self) -> bool {
-        !matches!(self, Kind::Ack | Kind::Heartbeat | Kind::HeartbeatReply)
+        !matches!(self, Kind::Ack | Kind::Heartbeat | Kind::HeartbeatReply | Kind::Pause)
     }
 
     /// The largest payload that a frame of this kind may carry.
@@ -585,7 +589,7 @@ mod tests {
         #[test]
         fn garbage_is_refused_calmly(
             bytes in proptest::collection::vec(any::<u8>(), Header::BYTES),
-            kind in 0u8..16,
+            kind in 0u8..17,
             (class, direction) in (0u8..3, 0u8..3),
         ) {
             let mut frame: [u8; Header::BYTES] = bytes.try_into().expect("as many");

@@ -26,6 +26,7 @@ mod credit;
 mod ending;
 mod operation;
 mod outgoing;
+mod pauses;
 mod pull;
 mod queue;
 mod receive;
@@ -35,6 +36,7 @@ mod urgency;
 
 pub use self::operation::{Arrival, Landing, OpStatus};
 pub use self::outgoing::{Body, Copied, Outgoing};
+pub use self::pauses::HoldLimit;
 pub use self::pull::{Outbound, Payload, seal};
 pub use self::receive::{Finish, verify};
 pub use self::urgency::Urgency;
@@ -43,6 +45,8 @@ pub use crate::frame::{Counts, Farewell};
 use self::credit::Credit;
 use self::operation::{Op, OpKey, Remembered};
 use self::outgoing::{Controls, FrameId, Message, Outbox};
+use self::pauses::Pauses;
+use self::take_over::Sharing;
 use self::time::Hearing;
 use crate::fingerprint::Fingerprint;
 use crate::frame::{Channel, MAX_FRAME_BYTES, MessageKey};
@@ -156,12 +160,9 @@ pub struct Peer<C = Arc<[u8]>> {
     /// A grant was dropped: a message that finds no grant from now on is announced.
     has_dropped_grants: bool,
     credit: Credit,
-    /// Factor on [`TAKE_OVER_RATIO`] and [`TAKE_OVER_MARGIN`]: how long an idle stream waits before it takes a frame over.
-    /// Grows with each copy that turned out to be a duplicate.
-    patience: f64,
-    /// The peer's newest frame said that the streams share a link ([`FLAG_SHARED`]).
-    is_shared_there: bool,
+    sharing: Sharing,
     urgency: Urgency,
+    pauses: Pauses,
     hearing: Hearing,
     events: VecDeque<Event>,
     /// [`Peer::end`] was called.
@@ -200,9 +201,9 @@ impl<C: Copied> Peer<C> {
             remembered: Remembered::default(),
             has_dropped_grants: false,
             credit: Credit::default(),
-            patience: 1.0,
-            is_shared_there: false,
+            sharing: Sharing::default(),
             urgency: Urgency::default(),
+            pauses: Pauses::default(),
             hearing: Hearing::new(&config, now),
             events: VecDeque::new(),
             has_ended: false,

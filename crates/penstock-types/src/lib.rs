@@ -96,6 +96,9 @@ impl Priority {
     /// That of an operation for which nobody has said anything else.
     pub const USUAL: Priority = Priority(0);
 
+    /// The least urgent one that is more urgent than usual.
+    pub const LEAST_URGENT: Priority = Priority(-1);
+
     /// Whether it is more urgent than usual.
     #[must_use]
     pub fn is_urgent(self) -> bool {

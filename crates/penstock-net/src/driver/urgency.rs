@@ -2,7 +2,7 @@
 
 use super::Driver;
 use penstock_stream::peer::Urgency;
-use penstock_types::Time;
+use penstock_types::{PeerId, Time};
 
 impl Driver {
     /// Learns what is urgent from the peers that have something to send, and from the other processes of this host.
@@ -10,9 +10,12 @@ impl Driver {
         let now = self.peers.now;
         let Urgency { mut here, mut anywhere, .. } = self.peers.urgency;
         let (mut leaves_host, mut would_wait) = (false, false);
+        let mut paused: Option<Time> = None;
         for peer in &self.peers.dirty {
             let machine = self.peers.look(*peer);
             let urgency = machine.urgency(now);
+            // What waits leaves then.
+            paused = paused.into_iter().chain(machine.paused_until()).min();
             (here, anywhere) = (here.max(urgency.here), anywhere.max(urgency.anywhere));
             if !machine.config().descriptors {
                 leaves_host |= machine.has_urgent();
@@ -31,6 +34,23 @@ impl Driver {
                 self.schedule_timers(until);
             }
         }
+        if let Some(until) = paused {
+            self.schedule_timers(until);
+        }
         self.peers.urgency = Urgency { here, anywhere, held };
+        self.pause_others();
+    }
+
+    /// While a peer sends us what is urgent, the others that send us something less urgent are asked to pause.
+    fn pause_others(&mut self) {
+        let now = self.peers.now;
+        let urgent = |peer: &PeerId| Some((self.peers.look(*peer).brings_urgent(now)?, *peer));
+        let Some((priority, from)) = self.peers.dirty.iter().filter_map(urgent).min() else { return };
+        for peer in 0..self.links.len() as PeerId {
+            let machine = self.peers.look(peer);
+            if peer != from && !machine.config().descriptors && machine.should_pause(priority, now) {
+                self.peers.machine(peer).pause(priority, now);
+            }
+        }
     }
 }

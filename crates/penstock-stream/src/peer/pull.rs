@@ -64,6 +64,7 @@ impl<C: Copied> Peer<C> {
         let streams = (self.streams.len() - usize::from(express.is_some())).min(self.used.most) as u64;
         let is_used = is_express || id <= self.used.last;
         let room = self.room(now);
+        let least_urgent = self.least_urgent(is_express, now);
         let stream = self.streams.get_mut(&id)?;
         // Failure reports and heartbeats do not wait for room in the window.
         if self.controls.queue.front().is_some_and(|first| self.controls.frames[first].header.kind == Kind::Report) {
@@ -72,14 +73,17 @@ impl<C: Copied> Peer<C> {
         if let Some(asked) = stream.owes_reply.take() {
             return Some(bare(Kind::HeartbeatReply, asked));
         }
+        if let Some(pause) = self.pauses.owed.take() {
+            return Some(Outbound { header: pause, payload: no_payload() });
+        }
         if is_used && stream.unacked_bytes < stream.window(self.config.unacked_limit_bytes, room) {
             if let Some(control) = self.controls.queue.pop_front() {
                 return Some(self.control_frame(id, control, now));
             }
-            let is_held = now < self.urgency.held && !self.config.descriptors;
-            let only_urgent = is_express || is_held;
             let first = self.outbox.ready.first();
-            if let Some(&(priority, issue)) = first.filter(|(priority, _)| !only_urgent || priority.is_urgent()) {
+            if let Some(&(priority, issue)) =
+                first.filter(|(priority, _)| least_urgent.is_none_or(|least| *priority <= least))
+            {
                 let message = self.outbox.messages.get_mut(&issue).expect("ready messages are outgoing");
                 self.outbox.urgent += usize::from(!message.has_begun() && priority.is_urgent());
                 let (index, repeated) = message.next_frame(stream.frame_bytes(), streams);
@@ -89,7 +93,7 @@ impl<C: Copied> Peer<C> {
                 stream.stats.repeated_frames += u64::from(repeated);
                 return Some(self.data_frame(id, issue, index, now));
             }
-            match if only_urgent { TakeOver::Nothing } else { self.take_over(id, now) } {
+            match if least_urgent.is_some() { TakeOver::Nothing } else { self.take_over(id, now) } {
                 TakeOver::Frame(frame) => {
                     let outbound = match frame {
                         FrameId::Control(control) => self.control_frame(id, control, now),
@@ -173,7 +177,7 @@ impl<C: Copied> Peer<C> {
         self.credit.owes_update = false;
         self.credit.told = self.credit.consumed;
         outbound.header.ack = stream.before_bye.unwrap_or(stream.taken_frames);
-        if self.patience >= PATIENCE_SHARED {
+        if self.sharing.patience >= PATIENCE_SHARED {
             outbound.header.flags |= FLAG_SHARED;
         }
         if now < self.urgency.here {

@@ -45,14 +45,17 @@ impl<C: Copied> Peer<C> {
             return Err(FrameError::OutOfTurn("it belongs to another generation of the job"));
         }
         self.heard(id, now);
-        self.is_shared_there = header.flags & FLAG_SHARED != 0;
+        self.sharing.is_found_there = header.flags & FLAG_SHARED != 0;
         if header.flags & FLAG_URGENT != 0 {
             self.urgency.anywhere = self.urgency.anywhere.max(now.plus(Urgency::LASTS));
         }
         self.handle_ack(id, header, now)?;
         self.credit.handle_returned(header.credit)?;
         match header.kind {
-            Kind::Data => self.handle_data_header(id, header, status),
+            Kind::Data => {
+                self.pauses.received(header, now);
+                self.handle_data_header(id, header, status)
+            }
             Kind::Reference if !self.config.references && !self.config.descriptors => {
                 Err(FrameError::OutOfTurn("a reference to memory that we cannot read"))
             }
@@ -77,8 +80,8 @@ impl<C: Copied> Peer<C> {
             }
             let was_news = self.frame_taken(id, in_flight.frame);
             if in_flight.is_copy {
-                self.patience = if was_news { self.patience * PATIENCE_WON } else { self.patience * PATIENCE_LOST };
-                self.patience = self.patience.clamp(1.0, PATIENCE_MOST);
+                let patience = self.sharing.patience * if was_news { PATIENCE_WON } else { PATIENCE_LOST };
+                self.sharing.patience = patience.clamp(1.0, PATIENCE_MOST);
             }
         }
         Ok(())
@@ -141,6 +144,7 @@ impl<C: Copied> Peer<C> {
             Kind::Report => self.events.push_back(Event::Report(scope_of(header), Report::decode(header, payload)?)),
             Kind::Left => self.events.push_back(Event::Left(scope_of(header), Farewell::decode(header, payload)?)),
             Kind::Bye => self.events.push_back(Event::Bye),
+            Kind::Pause => self.pauses.obey(header, self.hearing.last),
             Kind::Heartbeat | Kind::Ack | Kind::HeartbeatReply | Kind::Share | Kind::Unshare => {}
         }
         let has_frames_out = header.kind == Kind::Bye && self.has_frames_out();

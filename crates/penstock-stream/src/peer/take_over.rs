@@ -12,6 +12,22 @@ pub(super) enum TakeOver {
     Nothing,
 }
 
+/// Whether the streams share a link, as it shows in copies that came too late.
+#[derive(Debug)]
+pub(super) struct Sharing {
+    /// Factor on [`TAKE_OVER_RATIO`] and [`TAKE_OVER_MARGIN`]: how long an idle stream waits before it takes a frame over.
+    /// Grows with each copy that turned out to be a duplicate.
+    pub(super) patience: f64,
+    /// The peer's newest frame said that they do ([`FLAG_SHARED`](super::FLAG_SHARED)).
+    pub(super) is_found_there: bool,
+}
+
+impl Default for Sharing {
+    fn default() -> Sharing {
+        Sharing { patience: 1.0, is_found_there: false }
+    }
+}
+
 impl<C: Copied> Peer<C> {
     /// The frame that a slower stream will deliver last, if this idle stream would deliver it much sooner.
     ///
@@ -28,7 +44,7 @@ impl<C: Copied> Peer<C> {
     /// skipped from then on: its new stream may lose it to a third one, but no stream takes it twice. Costs one comparison a
     /// stream while no stream is slow.
     pub(super) fn take_over(&mut self, idle: StreamId, now: Time) -> TakeOver {
-        let Peer { streams, controls, outbox, .. } = self;
+        let Peer { streams, controls, outbox, sharing, .. } = self;
         let own = &streams[&idle];
         let (own_bytes, own_round_trip, own_rate) = (own.unacked_bytes, own.round_trip(), own.rate());
         let may_ask = now.since(own.last_heartbeat) > ASK_EVERY.max(2 * own_round_trip);
@@ -38,7 +54,7 @@ impl<C: Copied> Peer<C> {
                 0.0 => own_round_trip + FIRST_FRAME,
                 rate => ((own_bytes + u64::from(bytes)) as f64 / rate * 1e9) as u64 + own_round_trip,
             };
-            ((TAKE_OVER_RATIO * ours + TAKE_OVER_MARGIN) as f64 * self.patience) as u64
+            ((TAKE_OVER_RATIO * ours + TAKE_OVER_MARGIN) as f64 * sharing.patience) as u64
         };
         // The streams that carry a frame; none if the frame is acknowledged or forgotten.
         let copies = |frame| match frame {
@@ -94,7 +110,7 @@ impl<C: Copied> Peer<C> {
     /// Both nodes do the same. With the windows of a shared link on one side and long ones on the other, 16 flows of 200 Mbit/s over
     /// 1 Gbit/s carried 93 % of the link instead of 98 (virtual), though windows cover what acks wait for; when they did not, a third.
     pub(super) fn share_a_link(&self) -> bool {
-        self.patience >= PATIENCE_SHARED || self.is_shared_there
+        self.sharing.patience >= PATIENCE_SHARED || self.sharing.is_found_there
     }
 }
 

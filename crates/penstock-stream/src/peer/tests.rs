@@ -4,6 +4,7 @@ mod delivery;
 mod life;
 mod network;
 mod outstanding;
+mod pauses;
 mod rates;
 mod refusals;
 mod streams;

@@ -70,7 +70,7 @@ impl<C: Copied> Peer<C> {
         if busy > 0 && self.streams.len() > 1 {
             next = next.min(self.hearing.next_look);
         }
-        next
+        self.pauses.end().map_or(next, |end| next.min(end))
     }
 
     /// Checks for silence; [`Peer::poll_frame`] afterwards checks for frames to take over. Feed all received bytes first:
@@ -81,6 +81,7 @@ impl<C: Copied> Peer<C> {
             self.was_away(late, now);
         }
         self.hearing.next_look = now.plus(TAKE_OVER_CHECK);
+        self.pauses.handle_timeout(now);
         let silent = now.since(self.hearing.last);
         if silent > self.config.dead_after && !self.hearing.is_silent {
             self.hearing.is_silent = true;

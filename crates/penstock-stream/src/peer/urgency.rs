@@ -57,6 +57,14 @@ impl<C: Copied> Peer<C> {
         (now < self.urgency.here && self.can_have_express() && is_well).then_some(*id)
     }
 
+    /// What may leave on a stream now is as urgent as this at least; `None`: everything may.
+    pub(super) fn least_urgent(&self, is_express: bool, now: Time) -> Option<Priority> {
+        let is_held = now < self.urgency.held && !self.config.descriptors;
+        let urgent = (is_express || is_held).then_some(Priority::LEAST_URGENT);
+        let pause = self.pauses.least_urgent(now);
+        urgent.into_iter().chain(pause).min()
+    }
+
     fn can_have_express(&self) -> bool {
         self.streams.len() >= self.config.express_from.max(2)
     }

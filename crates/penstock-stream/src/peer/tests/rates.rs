@@ -151,8 +151,8 @@ fn a_long_queue_of_the_other_direction_starves_nobody() {
     specs.iter_mut().for_each(|spec| spec.buffer_bytes = 4 * MIB);
     let mut world = pair(&specs, 1000.0);
     for step in 0..10 {
-        world.pairs[0].peers[0].patience = PATIENCE_SHARED;
-        world.pairs[0].peers[1].patience = 1.0;
+        world.pairs[0].peers[0].sharing.patience = PATIENCE_SHARED;
+        world.pairs[0].peers[1].sharing.patience = 1.0;
         let share = share(64 * MIB, seconds(&mut world, 64 * MIB, true), 1000.0);
         assert!(share > 0.95, "{share} of the link in operation {step}");
     }
@@ -172,7 +172,7 @@ fn larger_windows_of_the_other_side_starve_nobody() {
             while !world.idle() {
                 let now = world.now;
                 for (peer, round_trip) in world.pairs[0].peers.iter_mut().zip([16 * MILLISECOND, MILLISECOND / 10]) {
-                    peer.patience = PATIENCE_SHARED;
+                    peer.sharing.patience = PATIENCE_SHARED;
                     peer.streams.values_mut().for_each(|stream| stream.believe_round_trip(round_trip, now));
                 }
                 world.run_for(MILLISECOND);

@@ -383,6 +383,7 @@ fn any_header() -> impl Strategy<Value = Header> {
         Kind::Share,
         Kind::Unshare,
         Kind::Left,
+        Kind::Pause,
     ];
     let numbers = (number(), number(), number(), number(), 0u64..4);
     (0..kinds.len(), any_key(), numbers, 0u16..4, prop_oneof![Just(0u64), 0u64..3], prop_oneof![Just(0u64), number()])
