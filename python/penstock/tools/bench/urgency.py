@@ -20,10 +20,12 @@ from penstock.tools.bench.options import EVERYTHING, check_files, files, parse_f
 from penstock.tools.bench.output import reporting_errors, result_console, say, write_json, write_report
 from penstock.tools.bench.program import run_program
 from penstock.tools.bench.report import does_not_show
-from penstock.tools.bench.urgency_rank import CASES
 from penstock.tools.testbed.bed import Loopback
 from penstock.tools.testbed.cluster import Testbed
 from penstock.tools.testbed.link import LinkSpec
+
+# By case: the ranks that sum small tensors, and those between which the bulk goes. Ranks are dealt to hosts in blocks.
+CASES = {"same rank": ((0, 1), (0, 1)), "neighbour": ((0, 2), (1, 3)), "other host": ((0, 1), (2, 0))}
 
 
 @click.command()
@@ -130,7 +132,16 @@ def measure(
     Raises:
         BenchError: a rank failed or hung, with the end of what it said.
     """
-    options = {"case": case, "backend": backend, "bytes": nbytes, "bulk_bytes": bulk_bytes, "turns": turns}
+    urgent, bulk = CASES[case]
+    options = {
+        "urgent": urgent,
+        "bulk": bulk,
+        "one_way": case == "other host",
+        "backend": backend,
+        "bytes": nbytes,
+        "bulk_bytes": bulk_bytes,
+        "turns": turns,
+    }
     records = run_program(bed, "urgency_rank", options, what=f"urgency, {case}", ranks=ranks, timeout_s=timeout_s)
     return summarise(records, case, backend, nbytes, bulk_bytes)
 

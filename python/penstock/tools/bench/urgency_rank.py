@@ -17,24 +17,20 @@ import torch.distributed as dist
 
 from penstock.runtime.urgency import priority
 
-# By case: the ranks that sum small tensors, and those between which the bulk goes. Ranks are dealt to hosts in blocks.
-CASES = {"same rank": ((0, 1), (0, 1)), "neighbour": ((0, 2), (1, 3)), "other host": ((0, 1), (2, 0))}
-
 
 def main() -> None:
     options = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group(options["backend"])
-    rank, case = dist.get_rank(), options["case"]
-    urgent, bulk = CASES[case]
-    group, bulk_group = dist.new_group(list(urgent)), dist.new_group(list(bulk))
+    rank, urgent, bulk = dist.get_rank(), options["urgent"], options["bulk"]
+    group, bulk_group = dist.new_group(urgent), dist.new_group(bulk)
     large = torch.ones(options["bulk_bytes"] // 4) if rank in bulk else None
     small = torch.ones(options["bytes"] // 4) if rank in urgent else None
 
     def start() -> Callable[[], object]:
         if large is None:
             return lambda: None
-        if case != "other host":
+        if not options["one_way"]:
             return dist.all_reduce(large, group=bulk_group, async_op=True).wait
         work = (dist.isend if rank == bulk[0] else dist.irecv)(large, bulk[1] if rank == bulk[0] else bulk[0])
         assert work is not None
