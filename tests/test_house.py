@@ -518,6 +518,13 @@ def test_rooms_below_torch_import_none(root: pathlib.Path, room: str) -> None:
     python(f"import sys, {modules}; assert 'torch' not in sys.modules")
 
 
+def test_no_command_needs_torch_to_start(root: pathlib.Path) -> None:
+    """What `penstock VERB --help` imports, for all verbs: torch takes 1.6 s of processor time, and is imported when it is used."""
+    tools = root / "python" / "penstock" / "tools"
+    verbs = [path.stem for path in tools.iterdir() if not path.stem.startswith("_") and path.stem != "commands"]
+    python(f"import sys, {', '.join(f'penstock.tools.{verb}' for verb in verbs)}; assert 'torch' not in sys.modules")
+
+
 @pytest.mark.parametrize("facade", sorted(FACADES - {"__init__", "__main__"}))
 def test_names_for_users_are_those_of_the_room(root: pathlib.Path, facade: str) -> None:
     """A module that users import defines nothing: it imports all from a room."""

@@ -12,6 +12,11 @@ fn every_interleaving() {
 #[test]
 fn two_faults() {
     holds(Scope { kinds: Kinds::Packets, ..scope(Story::Plain, 3, 2) }, 3_000_000);
+}
+
+/// Nor two in the other stories.
+#[test]
+fn two_faults_and_epochs() {
     holds(Scope { kinds: Kinds::Losses, ..scope(Story::Epochs, 1, 2) }, 400_000);
     holds(one_slot(2), 400_000);
 }
