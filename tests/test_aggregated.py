@@ -265,6 +265,31 @@ def test_counters_are_whole_when_an_operation_ends(tmp_path: pathlib.Path) -> No
             assert counts == [(number, number * counts[0][1]) for number in range(1, 101)]
 
 
+def _urgent() -> list[float]:
+    dist.init_process_group("penstock")
+    rank, bulk = dist.get_rank(), torch.ones(1 << 20)
+    group = dist.new_group()
+    values = []
+    for turn in range(10):
+        with penstock.priority(200) as later:
+            first = dist.all_reduce(bulk.fill_(turn), async_op=True)
+        small = torch.full((4096,), float(rank))
+        with penstock.priority(0):
+            dist.all_reduce(small, group=group)
+        later.change(turn)
+        first.wait()
+        values += [float(small.sum()), float(bulk.sum())]
+    dist.destroy_process_group()
+    return values
+
+
+def test_urgent_ones_in_a_group_of_their_own(tmp_path: pathlib.Path) -> None:
+    """Groups hold each other up while they are urgent, and what is held comes out."""
+    with Daemon("server") as server:
+        for values in ranks.run(_urgent, count=2, env=_deployment(tmp_path, f"- address: {server.address}")):
+            assert values == [value for turn in range(10) for value in (4096.0, 2.0 * turn * (1 << 20))]
+
+
 def _collected_by_its_own_thread() -> list[str]:
     """Make a reducer, and let the thread that looks after its jobs, on rank 0, collect it; what could not be raised there."""
     dist.init_process_group("penstock")

@@ -519,7 +519,7 @@ def test_rooms_below_torch_import_none(root: pathlib.Path, room: str) -> None:
 
 
 def test_no_command_needs_torch_to_start(root: pathlib.Path) -> None:
-    """What `penstock VERB --help` imports, for all verbs: torch takes 1.6 s of processor time, and is imported when it is used."""
+    """What `penstock VERB --help` imports, for all verbs: torch takes 1.6 s of processor time, and comes when it is used."""
     tools = root / "python" / "penstock" / "tools"
     verbs = [path.stem for path in tools.iterdir() if not path.stem.startswith("_") and path.stem != "commands"]
     python(f"import sys, {', '.join(f'penstock.tools.{verb}' for verb in verbs)}; assert 'torch' not in sys.modules")

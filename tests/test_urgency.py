@@ -165,7 +165,7 @@ def test_what_the_bench_makes_of_what_ranks_say() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--cases", "same rank,mine"], "no case mine: there are same rank, neighbour, other host"),
+        (["--cases", "same rank,mine"], "no case mine: there are same rank, neighbour, other host, aggregated"),
         (["--backends", "penstock,nccl"], "no backend nccl: there are penstock, gloo"),
         (["--sizes", "2"], "2 bytes are no whole number of float32 elements"),
         (["--rate", "-5"], "rate_mbit=-5.0: give 0.1 to 400000 Mbit/s"),

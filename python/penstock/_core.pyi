@@ -254,6 +254,7 @@ def aggregate(
     format: str,
     payload_bytes: int,
     min_bytes: int,
+    gives_way: bool,
     servers: Sequence[tuple[str, int, tuple[str, int] | None, int, int, bytes | None, int, int]],
     timeout_s: float,
 ) -> Ticket: ...

@@ -108,6 +108,8 @@ pub struct Worker {
     congestion: Congestion,
     /// The Ack that was sent last.
     reported: Serial,
+    /// Until then no block is pushed for the first time.
+    held: Time,
     clock: Clock,
     rules: Rules,
 }
@@ -221,6 +223,7 @@ impl Worker {
             heartbeat_due: false,
             congestion: Congestion::new(),
             reported: config.start,
+            held: Time(0),
             clock: Clock {
                 round_trip: None,
                 answer: None,
@@ -255,6 +258,11 @@ impl Worker {
         self.entries[index].route = route;
         self.posted = seq.plus(1);
         Some(seq)
+    }
+
+    /// Pushes no block for the first time before `until`. What has left before is sent again and asked for as ever.
+    pub fn hold(&mut self, until: Time) {
+        self.held = until;
     }
 
     /// The lowest block without a result: all blocks before it are done.
@@ -392,6 +400,7 @@ impl Worker {
             self.due.pop_front();
         }
         let granted = !self.is_newer(self.next, self.credit) || !self.rules.hold(Rule::Credit);
+        let granted = granted && now >= self.held;
         if self.congestion.has_room(self.next != self.posted && granted) {
             if self.next == self.received {
                 self.clock.progress_at = now;

@@ -83,6 +83,22 @@ fn window_and_credit() {
     assert_eq!(worker.handle_packet(now, Endpoint(7), &second), Err(Refusal::Sender));
 }
 
+/// While blocks are held none leaves for the first time, and those that are late do again.
+#[test]
+fn held() {
+    let mut worker = worker(2);
+    (0..2).for_each(|n| assert_eq!(worker.post(Route::Tree), Some(seq(n))));
+    let until = Time(SECOND);
+    worker.hold(until);
+    assert_eq!(sent(&mut worker, Time(0)), []);
+    worker.hold(Time(0));
+    assert!(worker.poll_transmit(Time(0)).is_some());
+    worker.hold(until);
+    let (late, packets) = wait(&mut worker, Time(SECOND - 1));
+    assert!(late < until && packets.iter().all(|(_, _, which)| *which == seq(0)) && !packets.is_empty(), "{packets:?}");
+    assert!(sent(&mut worker, until).contains(&(PARENT, Kind::Push, seq(1))));
+}
+
 /// What is late is asked for after milliseconds, then sent again as well; what the server has is only asked for.
 #[test]
 fn time_outs() {

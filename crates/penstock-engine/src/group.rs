@@ -116,9 +116,11 @@ impl Group {
         self.handle.command(Command::Release(self.scope.group, ticket.clone()), ticket);
     }
 
-    /// Changes how urgent a running operation is, for what this rank sends; nothing happens if it has ended, or goes through
-    /// aggregators.
+    /// Changes how urgent a running operation is, for what this rank sends; nothing happens if it has ended.
     pub fn reprioritise(&self, ticket: &Ticket, priority: Priority) {
+        if let Some(client) = self.client.get() {
+            client.reprioritise(ticket, priority);
+        }
         self.handle.command(Command::Reprioritise(self.scope.group, ticket.clone(), priority), &Ticket::default());
     }
 

@@ -1,7 +1,8 @@
 //! The card of a host is shared by its ranks: one word in shared memory tells them that one of them has urgent bytes to send, so that
 //! the others' bulk gives way.
 //!
-//! The word holds a time and who has written it. Nobody has to take it back: it ends by itself, also when its writer dies. Two
+//! An access is of one thread that sends: the event loop of a process, and each thread for aggregation, which so give way to each other,
+//! too. The word holds a time and who has written it. Nobody has to take it back: it ends by itself, also when its writer dies. Two
 //! processes that are urgent at once overwrite each other's word, and neither gives way, since each sends what is urgent first.
 
 use crate::fds::Fd;
@@ -14,8 +15,9 @@ use std::io;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
-/// This process's access to the word; without one, nobody gives way to anybody.
-pub(crate) struct Arbiter {
+/// One access to the word; without one, nobody gives way to anybody.
+#[derive(Debug)]
+pub struct Arbiter {
     word: Option<Mapped>,
     /// Who we are: a random number of [`OWNER_BITS`].
     own: u64,
@@ -24,12 +26,14 @@ pub(crate) struct Arbiter {
 
 impl Arbiter {
     /// Without a word.
-    pub(crate) fn none() -> Arbiter {
+    #[must_use]
+    pub fn none() -> Arbiter {
         Arbiter { word: None, own: 0, limit: HoldLimit::default() }
     }
 
     /// That of this user's processes in this network namespace.
-    pub(crate) fn of_this_host() -> Arbiter {
+    #[must_use]
+    pub fn of_this_host() -> Arbiter {
         let opened = rustix::fs::stat("/proc/self/ns/net").map_err(io::Error::from).and_then(|namespace| {
             let name = format!("/dev/shm/penstock-urgent-{}-{}", rustix::process::getuid().as_raw(), namespace.st_ino);
             Arbiter::at(name.as_ref())
@@ -59,15 +63,16 @@ impl Arbiter {
     }
 
     /// This process has urgent bytes under way.
-    pub(crate) fn claim(&self) {
+    pub fn claim(&self) {
         if let Some(word) = &self.word {
             let until = clock() + CLAIM_FOR;
             word.epoch().store((until / UNIT) << OWNER_BITS | self.own, Ordering::Relaxed);
         }
     }
 
-    /// Until when another process has urgent bytes under way, by the loop's clock, on which it is `now`; `None`: none has.
-    pub(crate) fn claimed(&self, now: Time) -> Option<Time> {
+    /// Until when somebody else has urgent bytes under way, by the caller's clock, on which it is `now`; `None`: nobody has.
+    #[must_use]
+    pub fn claimed(&self, now: Time) -> Option<Time> {
         let word = self.word.as_ref()?.epoch().load(Ordering::Relaxed);
         if word & OWNERS == self.own {
             return None;
@@ -78,7 +83,7 @@ impl Arbiter {
     }
 
     /// Whether what is not urgent may wait for other processes.
-    pub(crate) fn may_hold(&mut self, now: Time) -> bool {
+    pub fn may_hold(&mut self, now: Time) -> bool {
         self.limit.allows(now)
     }
 }

@@ -7,7 +7,7 @@
 //! Why not tokio? Payloads are placed, checked and reduced from inside the read loop, while they are warm in cache and
 //! in the order in which one thread sees them; an asynchronous runtime would put a task switch and a copy between.
 
-mod arbiter;
+pub mod arbiter;
 mod close_reason;
 pub mod contact;
 pub mod datagrams;

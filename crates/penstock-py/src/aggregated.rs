@@ -42,7 +42,7 @@ type Server = (String, u32, Option<(String, u16)>, u32, u16, Option<[u8; 16]>, u
 /// same for switches: packets of one length), "int16" or "float32". `sockets` are in the order of the servers and belong to
 /// this group from now on. The ticket completes when all ranks have called this.
 #[pyfunction]
-#[pyo3(signature = (group, sockets, *, rank, world, name, format, payload_bytes, min_bytes, servers, timeout_s))]
+#[pyo3(signature = (group, sockets, *, rank, world, name, format, payload_bytes, min_bytes, gives_way, servers, timeout_s))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn aggregate(
     py: Python<'_>,
@@ -54,6 +54,7 @@ pub(crate) fn aggregate(
     format: &str,
     payload_bytes: usize,
     min_bytes: u64,
+    gives_way: bool,
     servers: Vec<Server>,
     timeout_s: f64,
 ) -> PyResult<Ticket> {
@@ -82,7 +83,7 @@ pub(crate) fn aggregate(
         .collect::<PyResult<Vec<_>>>()?;
     let taken = sockets.sockets.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
     let taken = taken.ok_or_else(|| PyValueError::new_err("these sockets are another group's already"))?;
-    let spec = ClientSpec { rank, world, name, wire, payload_bytes, min_bytes, servers };
+    let spec = ClientSpec { rank, world, name, wire, payload_bytes, min_bytes, gives_way, servers };
     let timeout = Duration::try_from_secs_f64(timeout_s).unwrap_or(Duration::MAX);
     py.detach(|| group.0.aggregate(taken, spec, timeout)).map(Ticket).map_err(|failure| error(py, &failure))
 }

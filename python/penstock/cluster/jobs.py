@@ -84,6 +84,8 @@ def attach(
     secret: bytes | None,
     timeout: timedelta,
     interfaces: list[tuple[str, str]],
+    *,
+    gives_way: bool,
 ) -> Aggregation:
     """Send a group's large sums and averages of floats through the deployment's servers and aggregators. All ranks call it.
 
@@ -94,6 +96,7 @@ def attach(
         secret: the secret that daemons ask for; None if they ask for none.
         timeout: for all of it.
         interfaces: (name, address) of those that this process uses.
+        gives_way: what is not urgent waits while another process of this host, or this one's streams, send what is.
 
     Raises:
         penstock.errors.Config: on all ranks, if the deployment does not fit the group, a socket cannot be bound, or a server or
@@ -146,6 +149,7 @@ def attach(
             format="padded" if agreed.switches else agreed.format,
             payload_bytes=outcome["payload_bytes"],
             min_bytes=agreed.min_bytes,
+            gives_way=gives_way,
             servers=[_as_server(agreed, i, one, member.rank) for i, one in enumerate(outcome["servers"])],
             timeout_s=max(0.0, until - time.monotonic()),
         )

@@ -104,7 +104,9 @@ class Membership:
         assert self.deployment is not None, "the caller has looked"
         text, source = self.deployment
         with _store_errors(self.name, self.rank):
-            self.aggregation = jobs.attach(self, text, source, settings.job_secret(), timeout, self.engine.interfaces)
+            self.aggregation = jobs.attach(
+                self, text, source, settings.job_secret(), timeout, self.engine.interfaces, gives_way=settings.shm
+            )
         self.engine.aggregations[self.aggregation] = self.name
 
 

@@ -285,6 +285,11 @@ impl Core {
         }
     }
 
+    /// Sends no block for the first time before `until`, to no server.
+    pub fn hold(&mut self, until: Time) {
+        self.streams.iter_mut().for_each(|stream| stream.worker.hold(until));
+    }
+
     /// The next packet for a server. `payload` is as long as a packet may be.
     pub fn poll_transmit(&mut self, now: Time, server: usize, payload: &mut [u8]) -> Option<Packet> {
         self.post(server);

@@ -9,10 +9,11 @@ use crate::recorder::{Entry, Record, Recorder};
 use crate::runtime::Call;
 use penstock_aggregation::client::{AllReduce, Core, CoreConfig, Lack, PARENT, SERVER, Trouble, Wire};
 use penstock_aggregation::{Endpoint, Key, Receipt, Serial, Timing, WorkerConfig};
+use penstock_net::arbiter::Arbiter;
 use penstock_net::datagrams::Datagrams;
 use penstock_plan::Algorithm;
 use penstock_stream::fingerprint::Fingerprint;
-use penstock_types::{Failure, FailureKind, Priority, SECOND, Time};
+use penstock_types::{Failure, FailureKind, MILLISECOND, Priority, SECOND, Time};
 use std::any::Any;
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -26,6 +27,7 @@ pub(super) enum Command {
     Start(Call, Ticket),
     /// The tensor of an operation that was started with [`Call::hold`] is ready.
     Release(Ticket),
+    Reprioritise(Ticket, Priority),
     /// The group has failed.
     Failed(Failure),
     /// The alarm has ended: a server is lost ([`SERVER_LOST`]), or a rank has left.
@@ -39,6 +41,8 @@ const SERVER_LOST: FailureKind = FailureKind::Timeout;
 const BATCHES: usize = 4;
 /// How many bypasses of each server are logged as warnings.
 const BYPASSES_TOLD: u64 = 3;
+/// How often a claim is renewed that lasts 1.5 ms.
+const CLAIM_EVERY: u64 = MILLISECOND;
 /// How often counters are published while packets flow.
 const PUBLISH_EVERY: u64 = SECOND / 10;
 
@@ -60,6 +64,14 @@ pub(super) struct Driver {
     published: Time,
     /// By server.
     seen: Vec<Seen>,
+    yielding: Yielding,
+}
+
+/// The host's card is shared: who waits for whom.
+struct Yielding {
+    arbiter: Arbiter,
+    /// When to look again: until then no block leaves for the first time, or the claim has to be renewed.
+    next: Option<Time>,
 }
 
 /// What keeps operations from ending.
@@ -139,6 +151,10 @@ impl Driver {
             .collect();
         Driver {
             seen: vec![Seen::default(); spec.servers.len()],
+            yielding: Yielding {
+                arbiter: if spec.gives_way { Arbiter::of_this_host() } else { Arbiter::none() },
+                next: None,
+            },
             troubles: Troubles::default(),
             payload: vec![0; spec.payload_bytes],
             shared,
@@ -203,6 +219,7 @@ impl Driver {
         }
         let now = self.now();
         self.core.handle_timeout(now);
+        self.give_way(now);
         self.transmit(now);
         self.settle();
         if self.has_ended() {
@@ -233,6 +250,11 @@ impl Driver {
                     if let Some(at) = self.running.iter().position(|running| running.ticket.is(&ticket)) {
                         self.running[at].all_reduce.ready = true;
                         self.core.release(self.first + at as u64);
+                    }
+                }
+                Command::Reprioritise(ticket, priority) => {
+                    if let Some(running) = self.running.iter_mut().find(|running| running.ticket.is(&ticket)) {
+                        running.priority = priority;
                     }
                 }
                 Command::Failed(failure) => self.fail(failure),
@@ -357,6 +379,21 @@ impl Driver {
                 self.wait_for_failure();
             }
         }
+    }
+
+    /// Blocks wait while somebody else of this host sends what is urgent, and others are told while an operation here is: its blocks
+    /// come after those of all operations before it, which are as urgent therefore.
+    fn give_way(&mut self, now: Time) {
+        let Yielding { arbiter, next } = &mut self.yielding;
+        let mut held = None;
+        if self.running.iter().any(|running| running.priority.is_urgent()) {
+            arbiter.claim();
+            *next = Some(now.plus(CLAIM_EVERY));
+        } else {
+            held = arbiter.claimed(now).filter(|_| !self.running.is_empty() && arbiter.may_hold(now));
+            *next = held;
+        }
+        self.core.hold(held.unwrap_or(Time(0)));
     }
 
     fn transmit(&mut self, now: Time) {
@@ -533,7 +570,8 @@ impl Driver {
 
     /// Sleeps until something happens; with `idle`, until a command comes.
     fn wait(&mut self, idle: bool) {
-        let timeout = (!idle).then(|| self.core.poll_timeout().since(self.now()).min(SECOND));
+        let next = self.yielding.next.into_iter().fold(self.core.poll_timeout(), Time::min);
+        let timeout = (!idle).then(|| next.since(self.now()).min(SECOND));
         self.sleep(idle, timeout.map(Duration::from_nanos));
     }
 

@@ -18,7 +18,7 @@ pub use penstock_aggregation::client::Wire;
 use penstock_net::datagrams::{Datagrams, SHORT_SEND_BUFFER};
 use penstock_net::waker::Waker;
 use penstock_plan::{Algorithm, Collective};
-use penstock_types::{DType, Failure, FailureKind, ReduceOp};
+use penstock_types::{DType, Failure, FailureKind, Priority, ReduceOp};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -70,6 +70,8 @@ pub struct ClientSpec {
     pub payload_bytes: usize,
     /// Smaller all-reduces go among the ranks.
     pub min_bytes: u64,
+    /// What is not urgent waits while somebody else of this host sends what is, in the ways of processes that share memory.
+    pub gives_way: bool,
     /// The servers, in the order of the sockets.
     pub servers: Vec<ServerSpec>,
 }
@@ -255,6 +257,10 @@ impl Client {
 
     pub(crate) fn release(&self, ticket: &Ticket) {
         self.shared.post(Command::Release(ticket.clone()), None);
+    }
+
+    pub(crate) fn reprioritise(&self, ticket: &Ticket, priority: Priority) {
+        self.shared.post(Command::Reprioritise(ticket.clone(), priority), None);
     }
 
     pub(crate) fn retune(&self, algorithm: Option<Algorithm>) {

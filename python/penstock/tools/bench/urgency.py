@@ -1,11 +1,13 @@
 """``penstock bench urgency``: how long a small all-reduce takes while bulk is on its way, with and without `penstock.priority`.
 
-Three cases: the bulk is of the same ranks; of neighbours, on the same two hosts; or comes from a third host to one of both ranks.
-The target is the time alone and 5 ms, or 10 ms where the bulk is another rank's.
+Four cases: the bulk is of the same ranks; of neighbours, on the same two hosts; comes from a third host to one of both ranks; or
+it is of the same ranks, and both go through an aggregator. The target is the time alone and 5 ms, or 10 ms where the bulk is
+another rank's or goes through aggregators.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +18,7 @@ import click
 from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Page, Part, Picture, Section, Table, series
 from penstock.reports.numbers import milliseconds
 from penstock.tools.bench import machine
+from penstock.tools.bench.aggregated.cluster import Cluster
 from penstock.tools.bench.options import EVERYTHING, check_files, files, parse_flow, parse_size, parse_sizes
 from penstock.tools.bench.output import reporting_errors, result_console, say, write_json, write_report
 from penstock.tools.bench.program import run_program
@@ -24,8 +27,14 @@ from penstock.tools.testbed.bed import Loopback
 from penstock.tools.testbed.cluster import Testbed
 from penstock.tools.testbed.link import LinkSpec
 
+_AGGREGATED = "aggregated"
 # By case: the ranks that sum small tensors, and those between which the bulk goes. Ranks are dealt to hosts in blocks.
-CASES = {"same rank": ((0, 1), (0, 1)), "neighbour": ((0, 2), (1, 3)), "other host": ((0, 1), (2, 0))}
+CASES = {
+    "same rank": ((0, 1), (0, 1)),
+    "neighbour": ((0, 2), (1, 3)),
+    "other host": ((0, 1), (2, 0)),
+    _AGGREGATED: ((0, 1), (0, 1)),
+}
 
 
 @click.command()
@@ -70,19 +79,27 @@ def command(
         description = machine.describe()
         for case in cases.split(","):
             for backend in backends.split(","):
+                if case == _AGGREGATED and backend != "penstock":
+                    continue
                 for nbytes in parse_sizes(sizes):
                     say(f"{case}: {backend}, {nbytes} bytes ...")
-                    hosts, ranks = (3, 3) if case == "other host" else (2, 1 + max(map(max, CASES[case])))
-                    with Testbed(hosts=hosts, link=link) as bed:
+                    with contextlib.ExitStack() as stack:
+                        deployment, on = None, None
+                        if case == _AGGREGATED:
+                            cluster = stack.enter_context(Cluster(2, rate_mbit=rate))
+                            deployment, bed, on = cluster.deployment("int32", _WINDOW), cluster.bed, ["h0", "h1"]
+                        else:
+                            bed = stack.enter_context(Testbed(hosts=3 if case == "other host" else 2, link=link))
                         rows += measure(
                             bed,
                             case=case,
                             backend=backend,
-                            ranks=ranks,
                             nbytes=nbytes,
                             bulk_bytes=parse_size(bulk),
                             turns=turns,
                             timeout_s=timeout,
+                            deployment=deployment,
+                            on=on,
                         )
         result_console().print(table(rows).for_terminal())
         write_json(json_path, description, [asdict(row) for row in rows])
@@ -111,6 +128,8 @@ class Row:
         """What an urgent one may take at most."""
         if self.way != "urgent":
             return None
+        if self.case == _AGGREGATED:
+            return self.alone_s + 0.010
         if self.nbytes <= _SMALL:
             return self.alone_s + (0.005 if self.case == "same rank" else 0.010)
         return self.alone_s * {"same rank": 1.3, "neighbour": 1.5, "other host": 2.0}[self.case]
@@ -121,13 +140,14 @@ def measure(
     *,
     case: str,
     backend: str,
-    ranks: int,
     nbytes: int,
     bulk_bytes: int,
     turns: int,
     timeout_s: float,
+    deployment: str | None = None,
+    on: Sequence[str] | None = None,
 ) -> list[Row]:
-    """One case on the hosts of ``bed``.
+    """One case on the hosts of ``bed``, or on those named; through the aggregators of a deployment's file where there is one.
 
     Raises:
         BenchError: a rank failed or hung, with the end of what it said.
@@ -137,12 +157,15 @@ def measure(
         "urgent": urgent,
         "bulk": bulk,
         "one_way": case == "other host",
+        "deployment": deployment,
         "backend": backend,
         "bytes": nbytes,
         "bulk_bytes": bulk_bytes,
         "turns": turns,
     }
-    records = run_program(bed, "urgency_rank", options, what=f"urgency, {case}", ranks=ranks, timeout_s=timeout_s)
+    ranks = 1 + max(*urgent, *bulk)
+    what = f"urgency, {case}"
+    records = run_program(bed, "urgency_rank", options, what=what, ranks=ranks, timeout_s=timeout_s, on=on)
     return summarise(records, case, backend, nbytes, bulk_bytes)
 
 
@@ -240,5 +263,7 @@ def _size(nbytes: int) -> str:
 
 
 _BACKENDS = ("penstock", "gloo")
+# Blocks in flight to the server.
+_WINDOW = 256
 # Up to this size the target is a time, above it a ratio.
 _SMALL = 1 << 20

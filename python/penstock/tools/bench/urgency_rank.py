@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime.urgency import priority
+from penstock.tools.bench.aggregated.rank import group_of
 
 
 def main() -> None:
@@ -23,7 +24,11 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group(options["backend"])
     rank, urgent, bulk = dist.get_rank(), options["urgent"], options["bulk"]
-    group, bulk_group = dist.new_group(urgent), dist.new_group(bulk)
+    if options["deployment"]:
+        # Each has blocks of its own at the aggregators: in one group an operation's follow those of the one before.
+        group, bulk_group = group_of(options["deployment"]), group_of(options["deployment"])
+    else:
+        group, bulk_group = dist.new_group(urgent), dist.new_group(bulk)
     large = torch.ones(options["bulk_bytes"] // 4) if rank in bulk else None
     small = torch.ones(options["bytes"] // 4) if rank in urgent else None
 
