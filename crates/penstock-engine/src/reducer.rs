@@ -12,11 +12,12 @@
 //! A bucket that is contiguous (a large gradient, or neighbours in memory) is reduced in place; others are copied together and
 //! back. If the dtype on the wire is another than the gradients', the copy converts.
 
-use crate::pieces::{is_one_piece, round, widen};
+use self::carrier::{Carrier, check_wire};
+use crate::pieces::is_one_piece;
 use crate::{Call, Group, Ticket};
 use penstock_core::digest::digest;
 use penstock_core::readiness::{Agreed, Readiness};
-use penstock_plan::buckets::{Bucket, Entry, pack};
+use penstock_plan::buckets::{Entry, pack};
 use penstock_plan::{Algorithm, Collective};
 use penstock_stream::fingerprint::{Fingerprint, Name};
 use penstock_types::{DType, Failure, FailureKind, Priority, ReduceOp};
@@ -24,6 +25,8 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
+
+mod carrier;
 
 /// A gradient's description, the same on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -157,19 +160,6 @@ impl std::fmt::Debug for Submitted {
         f.debug_struct("Submitted").field("left", &self.left).finish_non_exhaustive()
     }
 }
-
-/// The memory of a bucket's pieces, and the buffer that carries them if they are not contiguous.
-struct Carrier {
-    bucket: Bucket,
-    pieces: Vec<*mut u8>,
-    /// The residuals of the pieces; empty without error feedback.
-    residuals: Vec<*mut f32>,
-    buffer: Option<Vec<u8>>,
-}
-
-// SAFETY: the pointers are of gradients that `Submitted` keeps alive until the bucket is over, and of residuals, which live as
-// long as the reducer and never move.
-unsafe impl Send for Carrier {}
 
 impl Reducer {
     /// # Errors
@@ -532,64 +522,6 @@ impl Reducer {
         }
     }
 
-    /// Copies pieces into the bucket's buffer, if it has one.
-    ///
-    /// # Safety
-    /// The pieces are valid, and nothing else writes to them.
-    unsafe fn load(&self, carrier: &mut Carrier) {
-        let Some(buffer) = &mut carrier.buffer else { return };
-        let (bytes, wire) = (carrier.bucket.bytes() as usize, self.wire());
-        buffer.resize(if wire.is_some() { bytes / 2 } else { bytes }, 0);
-        let mut at = buffer.as_mut_ptr();
-        for (at_piece, (piece, src)) in carrier.bucket.pieces.iter().zip(&carrier.pieces).enumerate() {
-            let len = piece.range.len() as usize;
-            // SAFETY: the buffer holds all pieces one after the other; the caller vouches for them.
-            at = unsafe {
-                match wire {
-                    None => {
-                        at.copy_from_nonoverlapping(*src, len);
-                        at.add(len)
-                    }
-                    Some(wire) => {
-                        let factor = if self.0.op == ReduceOp::Avg { 1.0 / f64::from(self.0.world) } else { 1.0 };
-                        round(wire, at, *src, len, factor, carrier.residuals.get(at_piece).copied());
-                        if self.0.check_finite && !penstock_kernels::is_finite(wire, at, len / 2) {
-                            let name = &self.0.gradients[piece.index as usize].name;
-                            self.fail(&self.not_finite(name, &format!(" as {wire}, which goes over the wire")));
-                        }
-                        at.add(len / 2)
-                    }
-                }
-            };
-        }
-    }
-
-    /// Copies the reduced pieces back.
-    ///
-    /// # Safety
-    /// The pieces are valid, and nothing else uses them.
-    unsafe fn store(&self, carrier: &Carrier) {
-        let Some(buffer) = &carrier.buffer else { return };
-        let wire = self.wire();
-        let mut at = buffer.as_ptr();
-        for (piece, dst) in carrier.bucket.pieces.iter().zip(&carrier.pieces) {
-            let len = piece.range.len() as usize;
-            // SAFETY: as in `load`.
-            at = unsafe {
-                match wire {
-                    None => {
-                        dst.copy_from_nonoverlapping(at, len);
-                        at.add(len)
-                    }
-                    Some(wire) => {
-                        widen(wire, *dst, at, len);
-                        at.add(len / 2)
-                    }
-                }
-            };
-        }
-    }
-
     /// A round or bucket has ended.
     fn over(&self) {
         self.lock().running -= 1;
@@ -613,14 +545,6 @@ impl Reducer {
         }
         drop(state);
         ticket.complete(result);
-    }
-
-    fn not_finite(&self, name: &str, form: &str) -> Failure {
-        let (rank, step) = (self.0.rank, self.lock().stats.steps + 1);
-        let message = format!(
-            "the gradient of {name} on rank {rank} holds NaN or infinity in step {step}{form} (PENSTOCK_CHECK=nan)."
-        );
-        Failure::of_call(FailureKind::NotFinite, message)
     }
 
     /// Records a failure. The flush ends with the first one; the reducer's channels fail on all ranks, so that what runs there ends
@@ -675,18 +599,4 @@ impl State {
 fn names_of(ranks: &[u32]) -> String {
     let listed: Vec<String> = ranks.iter().map(u32::to_string).collect();
     format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, listed.join(", "))
-}
-
-fn check_wire(wire: Option<DType>, op: ReduceOp, gradients: &[Gradient]) -> Result<(), Failure> {
-    let config = |message: String| Err(Failure::of_call(FailureKind::Config, message));
-    if !matches!(wire, None | Some(DType::F16 | DType::BF16)) {
-        return config("gradients go over the wire as they are, or as float16 or bfloat16.".into());
-    }
-    for Gradient { name, dtype, .. } in gradients {
-        if !op.takes(*dtype) || (wire.is_some() && *dtype != DType::F32) {
-            let way = wire.map_or(String::new(), |wire| format!(" and sent as {wire}"));
-            return config(format!("{name} is {dtype}, which cannot be reduced with {}{way}.", op.name()));
-        }
-    }
-    Ok(())
 }
