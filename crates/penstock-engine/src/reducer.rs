@@ -12,6 +12,7 @@
 //! A bucket that is contiguous (a large gradient, or neighbours in memory) is reduced in place; others are copied together and
 //! back. If the dtype on the wire is another than the gradients', the copy converts.
 
+use self::awaited::Awaited;
 use self::carrier::{Carrier, check_wire};
 use crate::pieces::is_one_piece;
 use crate::{Call, Group, Ticket};
@@ -26,6 +27,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
+mod awaited;
 mod carrier;
 
 /// A gradient's description, the same on all ranks.
@@ -67,6 +69,9 @@ pub struct ReducerSpec {
     pub error_feedback: bool,
     /// Fail all ranks when a submitted gradient holds NaN or infinity, and name it. Costs one more read of the gradient.
     pub check_finite: bool,
+    /// Whoever waits, waits for single gradients ([`Reducer::averaged`]), as the next forward pass does: for the last index first.
+    /// Buckets have priorities by that, and shrink towards the end of a step.
+    pub last_first: bool,
     /// Time-out of an all-reduce, in nanoseconds.
     pub timeout: u64,
 }
@@ -114,6 +119,7 @@ struct Inner {
     gradients: Vec<Gradient>,
     op: ReduceOp,
     check_finite: bool,
+    last_first: bool,
     timeout: u64,
     state: Mutex<State>,
 }
@@ -130,6 +136,7 @@ struct State {
     running: usize,
     /// Completes when nothing is pending or running.
     flushed: Option<Ticket>,
+    awaited: Awaited,
     failed: Option<Failure>,
     /// The memory of submitted gradients: start, and end and index.
     places: BTreeMap<usize, (usize, u32)>,
@@ -185,7 +192,7 @@ impl Reducer {
         let letters = |gradient: &Gradient| {
             gradient.name.bytes().map(u64::from).chain([256, gradient.order]).collect::<Vec<u64>>()
         };
-        let names = digest(spec.gradients.iter().flat_map(letters));
+        let names = digest(spec.gradients.iter().flat_map(letters).chain([u64::from(spec.last_first)]));
         let count = entries.len();
         let state = State {
             readiness: Readiness::new(entries, names, spec.rank, spec.world),
@@ -195,6 +202,7 @@ impl Reducer {
             absent: vec![false; count],
             running: 0,
             flushed: None,
+            awaited: Awaited::default(),
             failed: None,
             places: BTreeMap::new(),
             dropped: None,
@@ -211,6 +219,7 @@ impl Reducer {
             gradients: spec.gradients,
             op: spec.op,
             check_finite: spec.check_finite,
+            last_first: spec.last_first,
             timeout: spec.timeout,
             state: Mutex::new(state),
         })))
@@ -358,6 +367,11 @@ impl Reducer {
         self.lock().stats
     }
 
+    /// The size of the next buckets.
+    fn bucket_bytes(&self, state: &State) -> u64 {
+        if self.0.last_first { state.readiness.shrunk(state.bucket_bytes) } else { state.bucket_bytes }
+    }
+
     /// The dtype on the wire. It changes only while no bucket is in flight.
     fn wire(&self) -> Option<DType> {
         self.lock().wire
@@ -373,14 +387,14 @@ impl Reducer {
         if state.failed.is_some() {
             return;
         }
-        let bucket_bytes = state.bucket_bytes;
+        let bucket_bytes = self.bucket_bytes(&state);
         let Some(bits) = state.readiness.poll_round(bucket_bytes) else { return };
         state.running += 1;
         state.stats.rounds += 1;
         drop(state);
         // Only one round runs at a time, so starting it outside of the lock keeps the order.
         let mut bits = bits;
-        let call = self.call(ReduceOp::BitAnd, DType::U8, bits.len() as u64, bits.as_mut_ptr());
+        let call = self.call(ReduceOp::BitAnd, DType::U8, bits.len() as u64, bits.as_mut_ptr(), Priority(0));
         let (reducer, began) = (self.clone(), Instant::now());
         self.start(&self.0.rounds, call, move |result| {
             reducer.lock().stats.round_ns += began.elapsed().as_nanos() as u64;
@@ -407,12 +421,14 @@ impl Reducer {
     /// A round has ended: reduces the gradients that it found ready.
     fn rounded(&self, bits: &[u8]) {
         let mut state = self.lock();
+        // Before the round is counted, as on all ranks.
+        let bucket_bytes = self.bucket_bytes(&state);
         let Some(Agreed { ready, absent, withdrawn }) = state.readiness.handle_round(bits) else {
             drop(state);
             return self.fail(&Failure::of_call(
                 FailureKind::Mismatch,
-                "the ranks have different gradients, in another order, shape or memory format: build the same model on every \
-                 rank.",
+                "the ranks have different gradients, in another order, shape or memory format, or optimizer= on some of them \
+                 only: build the same model on every rank, with the same arguments.",
             ));
         };
         // A rank that has withdrawn its own pass after it joined this round needs no report.
@@ -439,7 +455,7 @@ impl Reducer {
                 state.release(entry.index);
             }
         }
-        for bucket in pack(ready, state.bucket_bytes) {
+        for bucket in pack(ready, bucket_bytes) {
             let mut pieces = Vec::with_capacity(bucket.pieces.len());
             let mut residuals = Vec::new();
             for piece in &bucket.pieces {
@@ -480,7 +496,8 @@ impl Reducer {
             Some(buffer) => (buffer.as_mut_ptr(), buffer.len() as u64),
             None => (carrier.pieces[0], carrier.bucket.bytes()),
         };
-        let call = self.call(op, dtype, bytes, address);
+        let last = carrier.bucket.pieces.iter().map(|piece| piece.index).max().expect("a bucket has pieces");
+        let call = self.call(op, dtype, bytes, address, self.0.priority(last));
         let (reducer, began_at) = (self.clone(), address as usize);
         self.start(&self.0.buckets, call, move |result| {
             let ends_at = carrier.buffer.as_ref().map_or(carrier.pieces[0].cast_const(), |buffer| buffer.as_ptr());
@@ -503,7 +520,7 @@ impl Reducer {
         });
     }
 
-    fn call(&self, op: ReduceOp, dtype: DType, bytes: u64, address: *mut u8) -> Call {
+    fn call(&self, op: ReduceOp, dtype: DType, bytes: u64, address: *mut u8, priority: Priority) -> Call {
         Call {
             collective: Collective::AllReduce,
             fingerprint: Fingerprint::new(Name::AllReduce, Some(op), dtype, None, bytes / dtype.size() as u64),
@@ -515,7 +532,7 @@ impl Reducer {
             output: address,
             tag: 0,
             coflow: 0,
-            priority: Priority(0),
+            priority,
             hold: false,
             timeout: self.0.timeout,
             keep: None,
@@ -525,6 +542,7 @@ impl Reducer {
     /// A round or bucket has ended.
     fn over(&self) {
         self.lock().running -= 1;
+        self.tell_awaiting();
         self.advance();
         self.settle();
     }
@@ -543,7 +561,9 @@ impl Reducer {
             // Returns the gradients to their users.
             (0..state.submitted.len() as u32).for_each(|index| state.release(index));
         }
+        let awaiting = state.awaited.end(&result);
         drop(state);
+        awaiting.iter().for_each(|one| one.complete(result.clone()));
         ticket.complete(result);
     }
 
