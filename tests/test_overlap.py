@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
@@ -384,6 +385,31 @@ def _changes_hyperparameters(job: Job) -> None:
             group["weight_decay"] = 0.1 * step
 
 
+def _has_step_hooks(job: Job) -> None:
+    """Hooks of the optimizer that change gradients, use parameters before and after the step, or raise."""
+    uses: list[Callable[[], object]] = [
+        lambda: nn.utils.clip_grad_norm_(job.model.parameters(), 0.1),
+        lambda: job.see(job.model.norm.weight),
+        lambda: [],
+        lambda: [][0],
+    ]
+    for use in uses:
+        before = job.optimizer.register_step_pre_hook(lambda *_, use=use: (use(), None)[1])
+        after = job.optimizer.register_step_post_hook(
+            lambda *_: job.see(job.model.norm.weight, job.model.norm.weight.grad)
+        )
+        job.optimizer.zero_grad()
+        job.backward()
+        try:
+            job.optimizer.step()
+        except IndexError:
+            job.seen.append("raised")
+        job.optimizer.zero_grad()
+        job.see(job.model.scale)
+        before.remove()
+        after.remove()
+
+
 def _another_thread_reads(job: Job) -> None:
     for _ in range(3):
         job.optimizer.zero_grad()
@@ -420,7 +446,7 @@ LOOPS = (
     ),
     *(_leaves_gradients_to_the_step, _steps_alone, _two_passes, _skips_steps, _steps_twice, _closure, _scales),
     *(_averages_weights, _copies, _pickles, _evaluates, _regularises, _changes_weights, _changes_hyperparameters),
-    *(_another_thread_reads, _waits),
+    *(_has_step_hooks, _another_thread_reads, _waits),
 )
 
 
@@ -517,6 +543,7 @@ def _compare_options() -> dict[str, str]:
         "reentrant": lambda overlaps: _run(_plain, overlaps, model=_checkpointed(True)),
         "not reentrant": lambda overlaps: _run(_plain, overlaps, model=_checkpointed(False)),
         "several optimizers": _several_optimizers,
+        "compiled": lambda overlaps: _run(_compiles, overlaps),
     }
     found = {name: _difference(run(False), run(True)) for name, run in runs.items()}
     dist.destroy_process_group()
@@ -567,6 +594,20 @@ def _loop_of_all_reduces(make: Callable[[Any], torch.optim.Optimizer], has_rare:
     seen += [one.detach().clone() for one in model.parameters()]
     seen += [one.detach().clone() for one in model.state_dict().values()]
     return [*seen, optimizer.state_dict()]
+
+
+def _compiles(job: Job) -> None:
+    """Compiled code uses parameters unseen, so steps are not put off from then on; the first time some are."""
+    torch._dynamo.reset()
+    compiled = torch.compile(job.model, backend="eager")
+    for step in range(5):
+        job.optimizer.zero_grad()
+        loss = (job.model if step < 2 else compiled)(job.tokens())
+        job.see(loss)
+        job.pause()
+        loss.backward()
+        job.optimizer.step()
+        assert step < 2 or job.due() == 0
 
 
 def _several_optimizers(overlaps: bool) -> list[Any]:

@@ -85,6 +85,9 @@ class _Pending:
         self.open: set[int] = set()
         """The parameters that are averaging or due, by index."""
         self.due: dict[int, parts.RecordedStep] = {}
+        self.called: parts.RecordedStep | None = None
+        """The step whose ``step()`` was called and has not come to its own code: hooks of the optimizer run, which may still change
+        what it steps by."""
         self.zeroed: set[int] = set()
         """Those of them whose gradients the script has set to None since."""
         self.stepped = 0
@@ -114,6 +117,7 @@ class Overlap:
         # A step of an optimizer uses parameters.
         self._lock = threading.RLock()
         self._has_reported = False
+        _overlaps.add(self)
 
     def watch(self, model: object, life: Life, ends: contextlib.ExitStack) -> None:
         """Register hooks where torch does not notice that a parameter, or what belongs to its step, is used; and one that
@@ -131,8 +135,14 @@ class Overlap:
             if found is not None:
                 found.settle_or_report()
 
+        def called(*_: object) -> None:
+            found = this()
+            if found is not None and found._pending is not None:
+                found._pending.called = None
+
         ends.callback(life.before_leaving(give_up))
         for one in self._optimizers:
+            ends.callback(one.register_step_post_hook(called).remove)
             ends.callback(one.register_state_dict_pre_hook(settle).remove)
             ends.callback(one.register_load_state_dict_pre_hook(give_up).remove)
         for module in model.modules() if isinstance(model, torch.nn.Module) else ():
@@ -152,6 +162,7 @@ class Overlap:
             averages: gets what is delivered.
         """
         assert current.flushed is not None
+        _watch_compilers()
         pending = _Pending(current, current.flushed, averages)
         this = weakref.ref(self)
         with self._lock:
@@ -186,6 +197,7 @@ class Overlap:
                 return False
             step = parts.RecordedStep(optimizer, index, own)
             pending.due.update(dict.fromkeys(own, step))
+            pending.called = step
             return True
 
     def settle(self, indices: Collection[int] | None = None) -> None:
@@ -229,6 +241,8 @@ class Overlap:
             pending = self._pending
             if pending is None or index not in pending.open:
                 return  # another thread was first
+            if pending.called is not None:
+                _take_back(pending, pending.called)
             if overwrites:
                 with contextlib.suppress(PenstockError):
                     self.settle([index])
@@ -245,11 +259,14 @@ class Overlap:
         if pending is None or pending.failed is not None or index not in pending.due:
             return False
         if reader.f_code in _ZERO_GRADS:
-            if not reader.f_locals.get("set_to_none", True):
+            if pending.called is not None or not reader.f_locals.get("set_to_none", True):
                 return False
             pending.zeroed.add(index)
             return True
-        return pending.due[index].is_making(reader)
+        is_making = pending.due[index].is_making(reader)
+        if is_making:
+            pending.called = None
+        return is_making
 
     def close(self) -> None:
         """Make all parameters ordinary, stepped or not."""
@@ -258,6 +275,8 @@ class Overlap:
                 self._give_back(self._pending, list(self._pending.open))
 
     def _settle(self, pending: _Pending, wanted: set[int], *, is_last: bool = False) -> None:
+        if pending.called is not None:
+            _take_back(pending, pending.called)
         if not pending.due.keys() >= wanted:
             # Whoever looks at one gradient looks at all (clip_grad_norm_), and a pass that begins may add to any.
             wanted = wanted | (pending.open - pending.due.keys())
@@ -378,6 +397,14 @@ class Overlap:
             )
 
 
+def _take_back(pending: _Pending, step: parts.RecordedStep) -> None:
+    """A hook of an optimizer uses what the optimizer is about to step: let it find that as it is before the step. ``step()`` then
+    finds gradients, and does it all."""
+    for index in [index for index, due in pending.due.items() if due is step]:
+        del pending.due[index]
+    pending.called = None
+
+
 def _close(this: weakref.ref[Overlap]) -> None:
     found = this()
     if found is not None:
@@ -393,10 +420,25 @@ def _settles(this: weakref.ref[Overlap], indices: list[int]) -> Callable[..., No
     return before_forward
 
 
+def _watch_compilers() -> None:
+    """Make parameters ordinary before torch.compile looks at the code that uses them: what it makes of them does not wait."""
+    compiler = sys.modules.get("torch._dynamo.callback")
+    handler = getattr(compiler, "callback_handler", None)
+    # torch._dynamo.reset() forgets callbacks.
+    if handler is not None and _before_compiling not in handler.start_callbacks:
+        handler.register_start_callback(_before_compiling)
+
+
+def _before_compiling(_: object) -> None:
+    for one in list(_overlaps):
+        one.settle()
+
+
 def _has_compiled() -> bool:
     """Whether torch.compile has compiled anything in this process: what it has made uses parameters unseen."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     return bool(getattr(frames, "FRAME_COUNTER", 0))
 
 
+_overlaps: weakref.WeakSet[Overlap] = weakref.WeakSet()
 _ZERO_GRADS = {inspect.unwrap(one.zero_grad).__code__ for one in (torch.optim.Optimizer, torch.nn.Module)}

@@ -89,6 +89,9 @@ def _outside() -> Any:
             ends.enter_context(torch.autocast("cpu", enabled=False))
         if torch._C._len_torch_dispatch_stack():
             ends.enter_context(_disable_current_modes())
+        if torch.compiler.is_compiling():  # optimizers then compute in another way
+            torch.compiler._is_compiling_flag = False
+            ends.callback(setattr, torch.compiler, "_is_compiling_flag", True)
         yield
 
 
