@@ -390,7 +390,7 @@ def _has_step_hooks(job: Job) -> None:
     uses: list[Callable[[], object]] = [
         lambda: nn.utils.clip_grad_norm_(job.model.parameters(), 0.1),
         lambda: job.see(job.model.norm.weight),
-        lambda: [],
+        list,
         lambda: [][0],
     ]
     for use in uses:

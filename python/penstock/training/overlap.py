@@ -86,8 +86,8 @@ class _Pending:
         """The parameters that are averaging or due, by index."""
         self.due: dict[int, parts.RecordedStep] = {}
         self.called: parts.RecordedStep | None = None
-        """The step whose ``step()`` was called and has not come to its own code: hooks of the optimizer run, which may still change
-        what it steps by."""
+        """The step whose ``step()`` was called and has not come to its own code: hooks of the optimizer run, which may still
+        change what it steps by."""
         self.zeroed: set[int] = set()
         """Those of them whose gradients the script has set to None since."""
         self.stepped = 0
