@@ -394,7 +394,8 @@ impl Reducer {
         drop(state);
         // Only one round runs at a time, so starting it outside of the lock keeps the order.
         let mut bits = bits;
-        let call = self.call(ReduceOp::BitAnd, DType::U8, bits.len() as u64, bits.as_mut_ptr(), Priority(0));
+        let priority = self.0.priority_of_rounds();
+        let call = self.call(ReduceOp::BitAnd, DType::U8, bits.len() as u64, bits.as_mut_ptr(), priority);
         let (reducer, began) = (self.clone(), Instant::now());
         self.start(&self.0.rounds, call, move |result| {
             reducer.lock().stats.round_ns += began.elapsed().as_nanos() as u64;

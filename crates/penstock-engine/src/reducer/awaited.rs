@@ -80,8 +80,15 @@ impl State {
 }
 
 impl Inner {
+    /// How urgent rounds are. With [`super::ReducerSpec::last_first`] they are more urgent than what has no priority: a step begins
+    /// to end with its last round. While a process has such operations, little waits in its streams (`Peer::hurry`), so that
+    /// the order of buckets holds also for what leaves next.
+    pub(super) fn priority_of_rounds(&self) -> Priority {
+        Priority(-i32::from(self.last_first))
+    }
+
     /// How urgent a bucket is whose last gradient has this index. With [`super::ReducerSpec::last_first`] it is the less urgent the
-    /// longer the next forward pass does without it; all are less urgent than what has no priority, such as rounds.
+    /// longer the next forward pass does without it; all are less urgent than what has no priority.
     pub(super) fn priority(&self, last: u32) -> Priority {
         if !self.last_first {
             return Priority(0);
