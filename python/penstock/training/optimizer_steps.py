@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["Stepped", "hook", "is_scaled", "parameters", "searches_line"]
+__all__ = ["Stepped", "hook", "is_scaled", "makes_part", "parameters", "searches_line"]
 
 
 class Stepped(Protocol):
@@ -34,6 +35,8 @@ def hook(alive: Mapping[int, Stepped]) -> None:
         return
 
     def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if id(optimizer) in _in_parts:
+            return None  # a class whose step() calls that of its base, hooks and all
         # The optimizer itself is the first of the arguments.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         is_in_pass = torch._C._current_graph_task_id() != -1
@@ -54,6 +57,16 @@ def hook(alive: Mapping[int, Stepped]) -> None:
         return ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
 
     _hooks.append(register_optimizer_step_pre_hook(before_step))
+
+
+@contextlib.contextmanager
+def makes_part(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """In here an optimizer makes a part of a step of which reducers know."""
+    _in_parts.add(id(optimizer))
+    try:
+        yield
+    finally:
+        _in_parts.discard(id(optimizer))
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
@@ -85,3 +98,4 @@ def _followed(closure: Callable[..., Any], follow: Callable[[Any], None]) -> Cal
 
 
 _hooks: list[Any] = []
+_in_parts: set[int] = set()
