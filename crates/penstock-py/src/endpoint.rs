@@ -154,7 +154,7 @@ impl EndpointMemory {
     /// How many.
     #[getter]
     fn length(&self) -> usize {
-        self.0.bytes().len()
+        self.0.len()
     }
 }
 

@@ -202,22 +202,24 @@ class Server:
         self._core.serve(kind, name, True)
 
     def _work(self) -> None:
-        """The loop of a handler's thread."""
+        """The loop of a handler's thread. It keeps nothing of a call while it waits for the next."""
         while (call := self._core.next()) is not None:
-            what = f"{call.kind} {call.name!r}"
-            try:
-                incoming = Incoming(
-                    call.client, call.who, call.name, _array(call.body()), call.priority + urgency.USUAL
-                )
-                reply = self._handlers[call.kind, call.name](incoming)
-                if call.kind == "push" and reply is not None:
-                    raise TypeError(f"the handler of a push returns None, and not {type(reply).__name__}")
-                call.answer(*_span(reply, f"the reply to {what}"))
-            except BaseException as error:
-                log.exception("endpoint %s: the handler of %s of %s has failed", self.name, what, call.who)
-                call.fail(f"{type(error).__name__}: {error}")
-            # The next call may be long in coming.
+            self._handle(call)
             del call
+
+    def _handle(self, call: _core.EndpointCall) -> None:
+        what = f"{call.kind} {call.name!r}"
+        try:
+            urgent = call.priority + urgency.USUAL
+            reply = self._handlers[call.kind, call.name](
+                Incoming(call.client, call.who, call.name, _array(call.body()), urgent)
+            )
+            if call.kind == "push" and reply is not None:
+                raise TypeError(f"the handler of a push returns None, and not {type(reply).__name__}")
+            call.answer(*_span(reply, f"the reply to {what}"))
+        except BaseException as error:
+            log.exception("endpoint %s: the handler of %s of %s has failed", self.name, what, call.who)
+            call.fail(f"{type(error).__name__}: {error}")
 
     def _accept(self) -> None:
         """Look for clients, and connect with them."""

@@ -1,7 +1,7 @@
 //! A client: its thread, and the calls that callers make.
 
 use super::link::{Link, SERVER, Span};
-use super::memory::Memory;
+use super::memory::{Memory, Spare};
 use super::server::MOST_BYTES;
 use crate::engine::Engine;
 use crate::handle::check_fork;
@@ -130,6 +130,7 @@ impl Client {
             server: server.clone(),
             made: HashMap::new(),
             next: 0,
+            spare: Spare::default(),
             epoch: Instant::now(),
             connects: Some(timeout),
             welcomed: Some(welcomed.promise()),
@@ -213,6 +214,7 @@ struct Driver {
     server: Arc<str>,
     made: HashMap<u64, Made>,
     next: u64,
+    spare: Spare,
     epoch: Instant,
     /// How long it may take to connect, until the server has said what it takes.
     connects: Option<Duration>,
@@ -360,7 +362,7 @@ impl Driver {
                 }
                 ClientAction::Receive { call, slot, len, target, priority } => {
                     let made = self.made.get_mut(&call).expect("it runs");
-                    made.own = if target == Target::Own { Memory::zeros(len) } else { None };
+                    made.own = if target == Target::Own { self.spare.take(len) } else { None };
                     if target == Target::Own && made.own.is_none() {
                         let what = format!("this process has no memory for a reply of {len} bytes");
                         self.break_off(&what);

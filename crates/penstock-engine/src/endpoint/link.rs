@@ -34,7 +34,7 @@ unsafe impl Send for Span {}
 
 impl Span {
     pub(super) fn of(memory: &Memory) -> Span {
-        Span { address: memory.address(), len: memory.bytes().len() as u64 }
+        Span { address: memory.address(), len: memory.len() as u64 }
     }
 }
 

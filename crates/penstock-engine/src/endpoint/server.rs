@@ -1,7 +1,7 @@
 //! A server: its thread, and the calls that handlers take from it.
 
 use super::link::{CLIENT, Link, Span};
-use super::memory::Memory;
+use super::memory::{Memory, Spare};
 use crate::engine::Engine;
 use crate::group::Group;
 use crate::handle::check_fork;
@@ -109,6 +109,7 @@ impl Server {
             next_client: 0,
             takers: VecDeque::new(),
             taken: 0,
+            spare: Spare::default(),
             input: input.clone(),
             closing: None,
         };
@@ -244,6 +245,7 @@ struct Driver {
     /// Handlers that wait for a call.
     takers: VecDeque<mpsc::Sender<Asked>>,
     taken: u64,
+    spare: Spare,
     input: mpsc::Sender<Input>,
     /// Until when connections may take to end, and whom to tell.
     closing: Option<(Instant, Vec<Ticket>)>,
@@ -410,7 +412,7 @@ impl Driver {
                 }
                 ServerAction::Receive { client, id, slot, len, priority } => {
                     let Some(known) = self.clients.get_mut(&client) else { continue };
-                    let Some(memory) = Memory::zeros(len) else {
+                    let Some(memory) = self.spare.take(len) else {
                         self.machine.break_off(client, Fault("more bytes than this process has memory for"));
                         continue;
                     };
