@@ -164,6 +164,9 @@ RUN_BY = {
     "test_elastic.py::test_torchrun_restarts_and_goes_on_from_the_last_checkpoint": [
         "torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/elastic_restart.py --checkpoints checkpoints",
     ],
+    "test_endpoint.py::test_the_example": [
+        "torchrun --standalone --nproc-per-node 5 examples/parameter_cache.py",
+    ],
     "test_flight.py::test_the_example": [
         "PENSTOCK_CHECK=nan torchrun --nproc-per-node 2 examples/debugging.py infinite",
         "PENSTOCK_FLIGHT_RECORDER=records torchrun --nproc-per-node 2 examples/debugging.py leave",
@@ -322,7 +325,7 @@ def test_the_page_has_every_public_name(root: pathlib.Path) -> None:
     """docs/reference/api.md names what users import, module by module, and every error."""
     page = (root / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
     named = dict(re.findall(r"^\| `(penstock[\w.]*)` \| (.*) \|$", page, re.MULTILINE))
-    assert len(named) == 6
+    assert len(named) == 7
     for module, row in [*named.items(), ("penstock.errors", page)]:
         public = {name for name in importlib.import_module(module).__all__ if name != "__version__"} - {"command"}
         assert public <= set(re.findall(r"`([\w.]+)`", row.replace("penstock.errors.", ""))), module

@@ -476,7 +476,7 @@ BESIDE_ROOMS = {"cli": {"tools"}, "torch/__init__": {"runtime", "training"}}
 # Rooms that must not need torch: fronts of other frameworks and daemons use them.
 WITHOUT_TORCH = ["cluster", "reports", "runtime"]
 # What users import, by the names that they use; they define nothing. `penstock.torch` does, and names what is in `training`.
-FACADES = {"__init__", "__main__", "elastic", "horovod", "jax", "optim", "tensorflow", "testbed", "tune"}
+FACADES = {"__init__", "__main__", "elastic", "endpoint", "horovod", "jax", "optim", "tensorflow", "testbed", "tune"}
 
 
 def test_python_rooms_lean_only_on_those_below(root: pathlib.Path) -> None:

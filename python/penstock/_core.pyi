@@ -7,6 +7,11 @@ __all__ = [
     "AGGREGATION_VERSION",
     "CurrentPass",
     "Daemon",
+    "EndpointCall",
+    "EndpointClient",
+    "EndpointMemory",
+    "EndpointServer",
+    "EndpointWork",
     "Engine",
     "Group",
     "ReadyHook",
@@ -114,6 +119,78 @@ class Ticket:
     def done(self) -> bool: ...
     def source(self) -> int | None: ...
     def on_done(self, callback: Callable[[], object]) -> None: ...
+
+@final
+class EndpointServer:
+    def __new__(
+        cls, name: str, *, calls: int, request_bytes: int, push_bytes: int, in_flight_bytes: int
+    ) -> EndpointServer: ...
+    def serve(self, kind: str, name: str, is_served: bool) -> None: ...
+    def accept(
+        self, engine: Engine, *, id: int, generation: int, members: tuple[str, str], secret: bytes, name: str
+    ) -> None: ...
+    def next(self) -> EndpointCall | None: ...
+    def stats(self) -> dict[str, int] | None: ...
+    def close(self, grace_s: float) -> Ticket: ...
+
+@final
+class EndpointCall:
+    @property
+    def client(self) -> int: ...
+    @property
+    def who(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def priority(self) -> int: ...
+    def body(self) -> EndpointMemory | None: ...
+    def answer(self, address: int, length: int, keep: Any) -> None: ...
+    def fail(self, text: str) -> None: ...
+
+@final
+class EndpointMemory:
+    @property
+    def address(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+
+@final
+class EndpointClient:
+    @staticmethod
+    def connect(
+        engine: Engine,
+        *,
+        id: int,
+        generation: int,
+        members: tuple[str, str],
+        secret: bytes,
+        name: str,
+        server: str,
+        timeout_s: float,
+    ) -> tuple[EndpointClient, EndpointWork]: ...
+    def ask(
+        self,
+        kind: str,
+        name: str,
+        *,
+        body: int = 0,
+        length: int = 0,
+        into: tuple[int, int] | None = None,
+        room: int = 0,
+        priority: int = 0,
+        timeout_s: float,
+        keep: Any = None,
+    ) -> EndpointWork: ...
+    def close(self, grace_s: float) -> Ticket: ...
+
+@final
+class EndpointWork:
+    def wait(self, timeout_s: float | None = None) -> bool: ...
+    def done(self) -> bool: ...
+    def on_done(self, callback: Callable[[], object]) -> None: ...
+    def reply(self) -> EndpointMemory | None: ...
 
 @final
 class Reducer:

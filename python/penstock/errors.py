@@ -12,6 +12,7 @@ __all__ = [
     "Closed",
     "Config",
     "Diverged",
+    "HandlerFailed",
     "Mismatch",
     "MissingExtra",
     "NotFinite",
@@ -59,6 +60,11 @@ class MissingExtra(Config):
 
 class NotFinite(PenstockError, FloatingPointError):
     """A gradient holds NaN or infinity, which PENSTOCK_CHECK=nan checks: the text names the gradient, the rank and the step."""
+
+
+class HandlerFailed(PenstockError):
+    """The handler of an endpoint's server (`penstock.endpoint`) has raised: the text is that of its exception. The connection
+    can be used."""
 
 
 class Closed(PenstockError):

@@ -8,6 +8,7 @@
 //! - [`members`]: who is in a group.
 //! - [`name`]: how operations are counted and named, here and between two ranks.
 //! - [`groups`]: the groups of a rank, their deadlines, failures and farewells; the [`groups::Host`] that carries decisions out.
+//! - [`endpoint`]: servers, and clients that ask them for something at any time.
 //! - [`early`]: what has come for operations that are not issued here yet.
 //! - [`unbound`]: receives that wait for their place in a sequence.
 //! - [`tags`]: how many messages were issued under each tag.
@@ -18,6 +19,7 @@
 pub mod digest;
 pub mod early;
 mod effect;
+pub mod endpoint;
 pub mod groups;
 pub mod members;
 pub mod name;

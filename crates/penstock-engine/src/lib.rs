@@ -11,6 +11,7 @@
 
 mod aggregated;
 mod buffers;
+pub mod endpoint;
 mod engine;
 mod group;
 mod handle;

@@ -25,3 +25,9 @@ pub unsafe fn collapse(start: u64, bytes: u64) -> io::Result<()> {
         _ => Err(io::Error::last_os_error()),
     }
 }
+
+/// Asks for huge pages where memory that was just allocated is touched first. Does nothing where there are none.
+pub fn prefer_huge(start: *mut u8, bytes: usize) {
+    // SAFETY: it changes how pages come, and nothing that is in them; what is not mapped, or not page-aligned, is an error.
+    let _ = unsafe { libc::madvise(start.cast(), bytes, libc::MADV_HUGEPAGE) };
+}

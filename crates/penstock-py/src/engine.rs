@@ -4,7 +4,7 @@ use crate::{callbacks, check_fork, error, setup_error};
 use penstock_engine::fingerprint::{Fingerprint, Layout, Name, Order};
 use penstock_engine::plan::{Algorithm, Collective, Splits, UnknownAlgorithm};
 use penstock_engine::{ANY_SOURCE, Call, Config, Contact, GroupSpec, Ptracer};
-use penstock_types::{DType, FailureKind, Generation, GroupId, Priority, ReduceOp};
+use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, Priority, ReduceOp};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -13,7 +13,7 @@ use std::time::Duration;
 
 /// A process's engine: a thread, its listeners and its streams.
 #[pyclass(frozen, module = "penstock._core")]
-pub(crate) struct Engine(penstock_engine::Engine);
+pub(crate) struct Engine(pub(crate) penstock_engine::Engine);
 
 #[pymethods]
 impl Engine {
@@ -348,21 +348,7 @@ impl Ticket {
     /// fails: the thread that would end it is the parent's.
     #[pyo3(signature = (timeout_s=None))]
     fn wait(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<bool> {
-        let mut left = timeout_s.map(Duration::from_secs_f64);
-        let mut result = self.0.result();
-        while result.is_none() {
-            check_fork(py)?;
-            let slice = left.unwrap_or(SIGNAL_CHECK).min(SIGNAL_CHECK);
-            result = py.detach(|| self.0.wait(Some(slice)));
-            py.check_signals()?;
-            if let Some(left) = &mut left {
-                *left = left.saturating_sub(slice);
-                if left.is_zero() {
-                    break;
-                }
-            }
-        }
-        match result {
+        match wait_for(py, &self.0, timeout_s)? {
             None => Ok(false),
             Some(Ok(())) => Ok(true),
             Some(Err(failure)) => Err(error(py, &failure)),
@@ -383,6 +369,32 @@ impl Ticket {
     fn on_done(&self, callback: Py<PyAny>) {
         self.0.on_done(|_| callbacks::later(callback));
     }
+}
+
+/// Blocks without the GIL until an operation has ended, or for `timeout_s`; `None`: it has not ended.
+///
+/// # Errors
+/// A signal's handler has raised, or this process is a fork of the one that has started the operation.
+pub(crate) fn wait_for(
+    py: Python<'_>,
+    ticket: &penstock_engine::Ticket,
+    timeout_s: Option<f64>,
+) -> PyResult<Option<Result<(), Failure>>> {
+    let mut left = timeout_s.map(Duration::from_secs_f64);
+    let mut result = ticket.result();
+    while result.is_none() {
+        check_fork(py)?;
+        let slice = left.unwrap_or(SIGNAL_CHECK).min(SIGNAL_CHECK);
+        result = py.detach(|| ticket.wait(Some(slice)));
+        py.check_signals()?;
+        if let Some(left) = &mut left {
+            *left = left.saturating_sub(slice);
+            if left.is_zero() {
+                break;
+            }
+        }
+    }
+    Ok(result)
 }
 
 /// The number of a memory layout, for `Group.start`: the sizes of a dense tensor's dimensions, and the dimensions as they lie

@@ -7,6 +7,7 @@
 mod aggregated;
 mod callbacks;
 mod daemon;
+mod endpoint;
 mod engine;
 mod plan;
 mod ready;
@@ -25,6 +26,9 @@ mod _core {
 
     #[pymodule_export]
     use super::engine::{Engine, Group, Ticket, is_reduced, memory_layout};
+
+    #[pymodule_export]
+    use super::endpoint::{EndpointCall, EndpointClient, EndpointMemory, EndpointServer, EndpointWork};
 
     #[pymodule_export]
     use super::aggregated::{UdpSockets, aggregate, aggregated_stats};

@@ -21,11 +21,13 @@ pub enum FailureKind {
     Bug,
     /// A gradient holds NaN or infinity, and the user asked for a check.
     NotFinite,
+    /// A handler of an endpoint has failed.
+    Handler,
 }
 
 impl FailureKind {
     /// All kinds.
-    pub const ALL: [FailureKind; 8] = [
+    pub const ALL: [FailureKind; 9] = [
         FailureKind::Mismatch,
         FailureKind::PeerLost,
         FailureKind::Timeout,
@@ -34,6 +36,7 @@ impl FailureKind {
         FailureKind::Closed,
         FailureKind::Bug,
         FailureKind::NotFinite,
+        FailureKind::Handler,
     ];
 
     /// The word that logs and Python's exception names use.
@@ -46,6 +49,7 @@ impl FailureKind {
             FailureKind::Refused => "Refused",
             FailureKind::Config => "Config",
             FailureKind::NotFinite => "NotFinite",
+            FailureKind::Handler => "HandlerFailed",
             FailureKind::Closed => "Closed",
             FailureKind::Bug => "Bug",
         }

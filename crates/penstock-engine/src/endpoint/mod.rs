@@ -1,0 +1,15 @@
+//! Endpoints: a server that clients ask for something at any time.
+//!
+//! [`penstock_core::endpoint`] decides; here is what carries it out. A connection is a group of two ranks, the server's 0 and the
+//! client's 1 ([`link::Link`]), so it is authenticated, timed and ended as every group. A [`Server`] and a [`Client`] each have a
+//! thread, which waits for what callers ask and for the ends of operations, and never for a handler.
+
+mod client;
+mod link;
+mod memory;
+mod server;
+
+pub use client::{Ask, Client, Work};
+pub use memory::Memory;
+pub use penstock_core::endpoint::{Kind, Limits};
+pub use server::{Asked, Reply, Server, ServerStats};

@@ -1,0 +1,568 @@
+"""Servers, and clients that ask them for something at any time. They meet through a store, as ranks do.
+
+A server writes into the store how to reach it, and looks there every `_LOOK_S` for clients. A client leaves its own contact; the
+server answers with the id and the secret of a group of two, which both join (`_core.EndpointServer.accept`). From then on the
+store is not needed. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import logging
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock import _core
+from penstock.errors import Closed, PenstockError, Refused
+from penstock.errors import Config as ConfigError
+from penstock.errors import Timeout as TimeoutError_
+from penstock.runtime import config, process, urgency
+from penstock.runtime.store import Keys, StoreError, base
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+__all__ = ["Client", "Incoming", "Limits", "Server", "Work"]
+
+log = logging.getLogger("penstock")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server takes of each client; clients learn it when they connect.
+
+    A request or push above its limit is refused with an error, and nothing is sent. The other limits lead to no error: what is
+    beyond them waits at the client, and the most urgent goes first.
+    """
+
+    calls: int = 64
+    """Calls that have not ended."""
+    request_bytes: int = 1 << 20
+    """Bytes of a request's data."""
+    push_bytes: int = 1 << 30
+    """Bytes of a push's data."""
+    in_flight_bytes: int = 1 << 30
+    """Bytes that lie at the server, or are on their way: data that handlers have not done with, and replies that the client has
+    not taken. At least as many as the other two. Data of up to 8 KiB may come on top, for each of ``calls``."""
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A call, as a handler gets it."""
+
+    client: int
+    """The number of the client at this server, from 0 on as they come."""
+    who: str
+    """The client, for messages: rank, address and host."""
+    name: str
+    data: npt.NDArray[np.uint8]
+    """What came with a request or push. The handler may keep it and write to it; no one else does. Empty for a pull."""
+    priority: int
+    """As `penstock.priority` counts."""
+
+
+Handler = Callable[[Incoming], Any]
+
+
+class Server:
+    """Serves requests, pushes and pulls under names; `penstock.endpoint.serve` makes it. A context manager that closes it.
+
+    Handlers run on threads of the server's, the most urgent call first. Each gets an `Incoming`. What a handler raises fails that
+    one call, with `penstock.errors.HandlerFailed`; the server goes on. When a client ends or dies, its calls and their memory are
+    let go of; the others notice nothing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: Any,
+        rank: int,
+        *,
+        requests: Mapping[str, Handler],
+        pushes: Mapping[str, Handler],
+        pulls: Mapping[str, Any],
+        limits: Limits,
+        threads: int,
+    ) -> None:
+        _core.check_fork()
+        _check_name(name)
+        self.name = name
+        settings = config.read()
+        self._handlers: dict[tuple[str, str], Handler] = {}
+        self._core = _core.EndpointServer(
+            name,
+            calls=limits.calls,
+            request_bytes=limits.request_bytes,
+            push_bytes=limits.push_bytes,
+            in_flight_bytes=limits.in_flight_bytes,
+        )
+        for kind, served in (("request", requests), ("push", pushes), ("pull", pulls)):
+            for each, handler in served.items():
+                self._serve(kind, each, handler)
+        self._engine = _acquire(settings, store, rank)
+        self._is_closed = False
+        self._closing = threading.Event()
+        self._secret = settings.job_secret()
+        try:
+            # Of its own: a call of another thread that waits in the store must not hold this up.
+            self._keys = _keys(_clone(store), name)
+            with _store_errors(name):
+                self._turn = str(self._keys.add("turns", 1))
+                current = {"turn": self._turn, "contact": self._engine.core.contact()}
+                self._keys.set("current", json.dumps(current))
+        except BaseException:
+            self._core.close(0)
+            self._engine.release()
+            raise
+        self._threads = [threading.Thread(target=self._accept, name="penstock-accept", daemon=True)]
+        self._threads += [
+            threading.Thread(target=self._work, name=f"penstock-handler-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+        _alive.add(self)
+
+    def on_request(self, name: str, handler: Handler) -> None:
+        """From now on serve requests of this name: the handler returns the reply, a buffer (see `Client.request`) or None."""
+        self._serve("request", name, handler)
+
+    def on_push(self, name: str, handler: Handler) -> None:
+        """From now on serve pushes of this name. When the handler has returned None, the client's push has ended."""
+        self._serve("push", name, handler)
+
+    def on_pull(self, name: str, source: Any) -> None:
+        """From now on serve pulls of this name: ``source`` is a buffer, or a handler that returns one. It is sent from where it
+        lies, after the handler has returned: what may change meanwhile must be copied."""
+        self._serve("pull", name, source)
+
+    def remove(self, kind: str, name: str) -> None:
+        """Serve ``kind`` ("request", "push" or "pull") of this name no longer. Calls that were accepted go on."""
+        self._core.serve(kind, name, False)
+
+    def stats(self) -> dict[str, int]:
+        """Its ``clients``, their ``calls`` that have not ended, the bytes of these that are here (``held_bytes``), and how many
+        calls handlers have ``taken`` so far.
+
+        Raises:
+            penstock.errors.Closed: it is closed.
+        """
+        found = self._core.stats()
+        if found is None:
+            raise Closed(f"endpoint {self.name} is closed")
+        return found
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End the server: no handler gets another call, clients are told, and what handlers work on is still answered. Blocks
+        until all clients have left; those that have not after ``timeout_s`` are cut off. Later calls do nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        _alive.discard(self)
+        self._closing.set()
+        try:
+            with contextlib.suppress(StoreError):  # it may have ended before
+                if json.loads(self._keys.get("current"))["turn"] == self._turn:
+                    self._keys.set("current", json.dumps({"turn": self._turn, "contact": None}))
+            until = time.monotonic() + timeout_s
+            self._threads[0].join(_JOIN_S)  # no client is accepted any more
+            self._core.close(timeout_s).wait()
+            for thread in self._threads:
+                if thread is not threading.current_thread():
+                    thread.join(max(until - time.monotonic(), _JOIN_S))
+        finally:
+            self._engine.release()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _serve(self, kind: str, name: str, handler: Any) -> None:
+        _check_name(name)
+        if not callable(handler):
+            if kind != "pull":
+                raise ConfigError(
+                    f"the handler of {kind} {name!r} of endpoint {self.name} cannot be called: {handler!r}"
+                )
+            _span(handler, f"what pulls of {name!r} get")  # says now what is wrong with it
+            buffer, handler = handler, lambda _: buffer
+        self._handlers[kind, name] = handler
+        self._core.serve(kind, name, True)
+
+    def _work(self) -> None:
+        """The loop of a handler's thread. It keeps nothing of a call while it waits for the next."""
+        while (call := self._core.next()) is not None:
+            self._handle(call)
+            del call
+
+    def _handle(self, call: _core.EndpointCall) -> None:
+        what = f"{call.kind} {call.name!r}"
+        try:
+            urgent = call.priority + urgency.USUAL
+            reply = self._handlers[call.kind, call.name](
+                Incoming(call.client, call.who, call.name, _array(call.body()), urgent)
+            )
+            if call.kind == "push" and reply is not None:
+                raise TypeError(f"the handler of a push returns None, and not {type(reply).__name__}")
+            call.answer(*_span(reply, f"the reply to {what}"))
+        except BaseException as error:
+            log.exception("endpoint %s: the handler of %s of %s has failed", self.name, what, call.who)
+            call.fail(f"{type(error).__name__}: {error}")
+
+    def _accept(self) -> None:
+        """Look for clients, and connect with them."""
+        seen, series = 0, iter(range(0))
+        # A client counts itself and then leaves its contact; if it dies between the two, it has none.
+        pending: dict[int, float] = {}
+        try:
+            while not self._closing.wait(_LOOK_S):
+                count = self._keys.add(f"{self._turn}/clients", 0)
+                pending.update((number, time.monotonic() + _CONTACT_S) for number in range(seen + 1, count + 1))
+                seen = count
+                for number in [number for number in pending if self._keys.check([f"{self._turn}/client/{number}"])]:
+                    del pending[number]
+                    if (drawn := next(series, None)) is None:
+                        # Engines remember consecutive ids of groups that they have left as one range.
+                        first = secrets.randbits(43) << 20
+                        series = iter(range(first + 1, first + (1 << 20)))
+                        drawn = next(series)
+                    self._connect(number, drawn)
+                pending = {number: by for number, by in pending.items() if time.monotonic() < by}
+        except StoreError as error:
+            if not self._closing.is_set():
+                log.warning("endpoint %s takes no more clients, since its store is gone: %s", self.name, error)
+
+    def _connect(self, number: int, drawn: int) -> None:
+        key = f"{self._turn}/client/{number}"
+        contact = self._keys.get(key).decode()
+        with contextlib.suppress(StoreError):
+            self._keys.delete_key(key)
+        secret = self._secret or secrets.token_bytes(16)
+        answer: dict[str, Any] = {"id": drawn, "secret": None if self._secret else secret.hex()}
+        try:
+            self._core.accept(
+                self._engine.core,
+                id=drawn,
+                generation=self._engine.generation,
+                members=(self._engine.core.contact(), contact),
+                secret=secret,
+                name=f"endpoint {self.name}",
+            )
+        except ValueError as error:  # a contact that this version cannot read
+            answer = {"refused": str(error)}
+        self._keys.set(f"{self._turn}/answer/{number}", json.dumps(answer))
+
+
+class Client:
+    """A connection to a server; `penstock.endpoint.connect` makes it. A context manager that closes it. Any thread may use it.
+
+    Calls return a `Work` at once. They take the priority of the block of `penstock.priority` that the thread is in. One call
+    fails if the server does not serve it, if it is too large, if its handler raises or if it takes too long. If the server dies,
+    all calls fail with `penstock.errors.PeerLost`, and a new connection is needed. A connection that breaks and comes back is no
+    failure: what was under way is resumed.
+
+    A buffer is a CPU tensor, a NumPy array, or anything with Python's buffer protocol, contiguous in memory. Up to 8 KiB are
+    copied; longer ones must not change before the call has ended.
+    """
+
+    def __init__(self, name: str, store: Any, rank: int, *, timeout_s: float, call_timeout_s: float) -> None:
+        _core.check_fork()
+        _check_name(name)
+        self.name = name
+        self._timeout_s = call_timeout_s
+        settings = config.read()
+        self._engine = _acquire(settings, store, rank)
+        self._is_closed = False
+        try:
+            with _store_errors(name):
+                contact, answer = self._meet(_keys(store, name), timeout_s)
+            secret = _secret(name, answer["secret"], settings.job_secret())
+            self._core, welcome = _core.EndpointClient.connect(
+                self._engine.core,
+                id=answer["id"],
+                generation=self._engine.generation,
+                members=(contact, self._engine.core.contact()),
+                secret=secret,
+                name=f"endpoint {name}",
+                server=f"endpoint {name} ({_described(contact)})",
+                timeout_s=timeout_s,
+            )
+            try:
+                welcome.wait()
+            except BaseException:
+                self._core.close(0)
+                raise
+        except BaseException:
+            self._engine.release()
+            raise
+        _alive.add(self)
+
+    def request(
+        self, name: str, data: Any = None, *, into: Any = None, most: int = 1 << 30, timeout_s: float | None = None
+    ) -> Work:
+        """Send ``data`` to the handler of ``name``; `Work.wait` returns its reply, an array of bytes.
+
+        Args:
+            data: a buffer, or None.
+            into: a buffer that the reply fills, exactly; `Work.wait` returns it.
+            most: without ``into``, the most bytes of reply that are taken.
+            timeout_s: after this long the call fails; by default the time of `connect`. A transfer that has begun is finished
+                first.
+        """
+        return self._ask("request", name, data, into, most, timeout_s)
+
+    def push(self, name: str, data: Any, *, timeout_s: float | None = None) -> Work:
+        """Send ``data`` to the handler of ``name``. It has ended well when the handler has returned."""
+        return self._ask("push", name, data, None, 0, timeout_s)
+
+    def pull(self, name: str, into: Any = None, *, most: int = 1 << 36, timeout_s: float | None = None) -> Work:
+        """Receive what the server serves under ``name``; the arguments are those of `request`."""
+        return self._ask("pull", name, None, into, most, timeout_s)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End the connection. Blocks until the calls have ended; those that have not after ``timeout_s`` fail with
+        `penstock.errors.Closed`. Later calls do nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        _alive.discard(self)
+        try:
+            self._core.close(timeout_s).wait()
+        finally:
+            self._engine.release()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Calls of a block that has raised may wait for what it was to do.
+        self.close() if kind is None else self.close(0)
+
+    def _ask(self, kind: str, name: str, data: Any, into: Any, most: int, timeout_s: float | None) -> Work:
+        _check_name(name)
+        what = f"{kind} {name!r} of endpoint {self.name}"
+        if self._is_closed:
+            raise Closed(f"{what}: the client is closed")
+        body, length, kept = _span(data, f"the data of {what}")
+        place = None
+        if into is not None:
+            *address, kept_into = _span(into, f"the place for the reply of {what}", is_written=True)
+            place, kept = (address[0], address[1]), (kept, kept_into)
+        block = urgency.current()
+        work = self._core.ask(
+            kind,
+            name,
+            body=body,
+            length=length,
+            into=place,
+            room=most,
+            priority=urgency.engine_priority(urgency.USUAL if block is None else block.number),
+            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+            keep=kept,
+        )
+        return Work(work, what, into, is_push=kind == "push")
+
+    def _meet(self, keys: Keys, timeout_s: float) -> tuple[str, dict[str, Any]]:
+        """The server's contact and its answer, from the store."""
+        until = time.monotonic() + timeout_s
+        turn, contact, key, pause_s = "", "", "", _SHORTEST_PAUSE_S
+        while True:
+            if keys.check(["current"]):
+                current = json.loads(keys.get("current"))
+                if current["contact"] is not None and current["turn"] != turn:
+                    # The first server, or another in its place.
+                    turn, contact = current["turn"], current["contact"]
+                    if _node(contact) == _node(self._engine.core.contact()):
+                        raise ConfigError(
+                            f"endpoint {self.name} is served by this very process: call its handlers, or connect from another one"
+                        )
+                    number = keys.add(f"{turn}/clients", 1)
+                    keys.set(f"{turn}/client/{number}", self._engine.core.contact())
+                    key, pause_s = f"{turn}/answer/{number}", _SHORTEST_PAUSE_S
+            if key and keys.check([key]):
+                answer = json.loads(keys.get(key))
+                with contextlib.suppress(StoreError):
+                    keys.delete_key(key)
+                if "refused" in answer:
+                    raise Refused(
+                        f"endpoint {self.name} ({_described(contact)}) refuses this process: {answer['refused']}"
+                    )
+                return contact, answer
+            if time.monotonic() > until:
+                why = (
+                    "no process serves it. Does one call penstock.endpoint.serve with this name, in the same life of the job and "
+                    "over the same store?"
+                )
+                if turn:
+                    why = f"its server, {_described(contact)}, does not answer. Does it run?"
+                raise TimeoutError_(f"Timed out after {timeout_s:.1f} s: cannot connect to endpoint {self.name}: {why}")
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LOOK_S)
+
+
+class Work:
+    """A call that was made."""
+
+    def __init__(self, core: _core.EndpointWork, what: str, into: Any, *, is_push: bool) -> None:
+        self._core = core
+        self._what = what
+        self._into = into
+        self._is_push = is_push
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Block without the GIL until the call has ended.
+
+        Returns: the reply: ``into`` if that was given, else an array of bytes, which may be written to; None for a push.
+
+        Raises:
+            penstock.errors.Timeout: it took longer than its own time-out; or it has not ended within ``timeout_s``, and goes on.
+            penstock.errors.Config: the server does not serve this; or data or reply is larger than the other side takes.
+            penstock.errors.HandlerFailed: the handler has raised.
+            penstock.errors.PeerLost: the server is gone. Whether it has done the call is not known.
+            penstock.errors.Closed: the client or the server was closed.
+        """
+        if not self._core.wait(timeout_s):
+            raise TimeoutError_(f"{self._what} has not ended within {timeout_s} s. It goes on: wait again")
+        if self._is_push:
+            return None
+        return _array(self._core.reply()) if self._into is None else self._into
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._core.done()
+
+    def on_done(self, callback: Callable[[Work], object]) -> None:
+        """Call ``callback(self)`` on another thread once it has ended."""
+        self._core.on_done(lambda: callback(self))
+
+
+# ----------------------------------------------------------------------------------------------------------- helpers
+
+
+def _span(buffer: Any, what: str, *, is_written: bool = False) -> tuple[int, int, Any]:
+    """Address and length of a buffer, and the object that keeps it."""
+    if buffer is None:
+        return 0, 0, None
+    if hasattr(buffer, "data_ptr"):
+        if buffer.device.type != "cpu" or not buffer.is_contiguous():
+            raise ConfigError(f"{what} is a tensor on {buffer.device}, or not contiguous: use .cpu() or .contiguous()")
+        return buffer.data_ptr(), buffer.numel() * buffer.element_size(), buffer
+    try:
+        view = memoryview(buffer)
+    except TypeError:
+        raise ConfigError(
+            f"{what} must be a tensor, an array or another buffer, and not a {type(buffer).__name__}"
+        ) from None
+    if not view.c_contiguous or (is_written and view.readonly):
+        raise ConfigError(f"{what} is not contiguous, or cannot be written to")
+    if view.nbytes == 0:
+        return 0, 0, None
+    array = np.frombuffer(view, np.uint8)
+    return array.ctypes.data, view.nbytes, array
+
+
+def _array(memory: _core.EndpointMemory | None) -> npt.NDArray[np.uint8]:
+    """Memory of the engine's as an array, which keeps it."""
+    if memory is None:
+        return np.empty(0, np.uint8)
+    view = (ctypes.c_ubyte * memory.length).from_address(memory.address)
+    view.owner = memory  # type: ignore[attr-defined]
+    return np.frombuffer(memoryview(view), np.uint8)
+
+
+def _acquire(settings: config.Settings, store: Any, rank: int) -> process.Engine:
+    engine = process.Engine.acquire(settings, store, rank)
+    _register()
+    return engine
+
+
+def _keys(store: Any, name: str) -> Keys:
+    """The keys of an endpoint, in this life of the job; the same in every process, whatever prefix its store has."""
+    return Keys(f"penstock/endpoint/{process.life()}/{name}", base(store))
+
+
+def _clone(store: Any) -> Any:
+    """A store with a connection of its own, if it can have one."""
+    try:
+        return base(store).clone()
+    except (AttributeError, RuntimeError):
+        return store
+
+
+@contextlib.contextmanager
+def _store_errors(name: str) -> Iterator[None]:
+    """`StoreError`s in here are raised as `penstock.errors.Config`."""
+    try:
+        yield
+    except StoreError as error:
+        raise ConfigError(
+            f"the store through which endpoint {name} is found cannot be used: {str(error).splitlines()[0]}. Check MASTER_ADDR "
+            "and MASTER_PORT, and that the process that serves the store is running"
+        ) from error
+
+
+def _secret(name: str, sent: str | None, own: bytes | None) -> bytes:
+    """The secret of a connection: that of the job where it has one, or the one that the server has sent."""
+    if (sent is None) == (own is None):
+        here, there = ("no", "one") if own is None else ("one", "none")
+        raise Refused(
+            f"this process has {here} job secret and the server of endpoint {name} has {there}: set PENSTOCK_SECRET or "
+            "PENSTOCK_SECRET_FILE for both"
+        )
+    return own if sent is None else bytes.fromhex(sent)  # type: ignore[return-value]
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str) or not name or len(name.encode()) > _LONGEST_NAME:
+        raise ConfigError(f"a name is a text of 1 to {_LONGEST_NAME} bytes, and not {name!r}")
+
+
+def _node(contact: str) -> str:
+    return contact.split(" ")[1]
+
+
+def _described(contact: str) -> str:
+    """A process, for messages."""
+    fields = contact.split(" ")
+    return f"rank {fields[2]}, {fields[5].split(',')[0]} on {fields[3]}"
+
+
+def _register() -> None:
+    """Close what is open when the interpreter ends, before the engine does: that was registered earlier, and so runs later."""
+    global _is_registered
+    if not _is_registered:
+        _is_registered = True
+        atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    for each in list(_alive):
+        with contextlib.suppress(PenstockError):
+            each.close(_AT_EXIT_S)
+
+
+_alive: weakref.WeakSet[Server | Client] = weakref.WeakSet()
+_is_registered = False
+# How often a server looks for clients, and a client for an answer: they wait for 25 ms on average. A look costs the store some
+# 26 us (measured, over loopback).
+_LOOK_S = 0.05
+_SHORTEST_PAUSE_S = 0.001
+# How long a client may take between two writes to the store. A guess: a process that is stopped for longer has other troubles.
+_CONTACT_S = 5.0
+# How long the end waits for a thread that has been told.
+_JOIN_S = 0.5
+_AT_EXIT_S = 2.0
+# `Record::MAX_NAME`.
+_LONGEST_NAME = 256
