@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -35,8 +36,9 @@ def hook(alive: Mapping[int, Stepped]) -> None:
         return
 
     def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if id(optimizer) in _in_parts:
-            return None  # a class whose step() calls that of its base, hooks and all
+        # A class whose step() calls that of its base, hooks and all: the whole step was told, or a part of it is made.
+        if id(optimizer) in _in_parts or _is_nested(optimizer):
+            return None
         # The optimizer itself is the first of the arguments.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         is_in_pass = torch._C._current_graph_task_id() != -1
@@ -87,6 +89,19 @@ def is_scaled() -> bool:
     return frame.f_code is torch.amp.GradScaler.step.__code__
 
 
+def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
+    """In a hook of an optimizer's step: whether that is called by another step of the same optimizer."""
+    steps = 0
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer:
+            steps += 1
+            if steps > 1:
+                return True
+        frame = frame.f_back
+    return False
+
+
 def _followed(closure: Callable[..., Any], follow: Callable[[Any], None]) -> Callable[..., Any]:
     @functools.wraps(closure)
     def both(*args: Any, **kwargs: Any) -> Any:
@@ -97,5 +112,6 @@ def _followed(closure: Callable[..., Any], follow: Callable[[Any], None]) -> Cal
     return both
 
 
+_HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
 _hooks: list[Any] = []
 _in_parts: set[int] = set()

@@ -188,10 +188,7 @@ class Overlap:
             own = {at for one in parameters(optimizer) if (at := index.get(one, -1)) in pending.open}
             if not own:
                 return False
-            due = next((step for at in own if (step := pending.due.get(at))), None)
-            if due is not None and due.is_making(sys._getframe()):
-                return True  # a class whose step() calls that of its base, hooks and all
-            is_recorded = optimizer in self._optimizers and due is None and not _has_compiled()
+            is_recorded = optimizer in self._optimizers and own.isdisjoint(pending.due) and not _has_compiled()
             if not is_recorded or pending.failed or self._is_whole(pending):
                 self.settle()
                 return False
