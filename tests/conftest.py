@@ -81,6 +81,7 @@ _SLOW = {
     "test_demo",
     "test_diagnosis",
     "test_elastic",
+    "test_endpoint",
     "test_fault_matrix",
     "test_faults",
     "test_flight",
