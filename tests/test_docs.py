@@ -122,7 +122,6 @@ RUN_SMALL = {
     "penstock bench all-reduce --sizes 64M --ranks 2 --backends penstock-tcp"
     " --variant 4-streams=penstock-tcp,PENSTOCK_STREAMS=4": FEW_BYTES,
     "penstock bench training char-gpt --ranks 2": f"{FEW_STEPS} --hosts 1 --batch 1 --ways hook",
-    "penstock bench training char-gpt --ways ddp,reducer,reducer-optimizer": f"{FEW_STEPS} --hosts 1 --ranks 2 --batch 1",
     "penstock bench training char-gpt --ways hook,hook-float16 --ranks 2 --rate 50 --flow 25 --batch 1": (
         f"{FEW_STEPS} --rate 1000 --flow 200"
     ),

@@ -174,6 +174,28 @@ def test_average_without_an_optimizer() -> None:
     ranks.run(_average_without_an_optimizer, count=2)
 
 
+def test_a_step_that_calls_that_of_its_base() -> None:
+    """It is one step, though torch calls hooks for both once the base was used by itself."""
+    assert ranks.run(_nested_steps, count=2) == [3, 3]
+
+
+class _Nested(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def _nested_steps() -> int:
+    dist.init_process_group("penstock")
+    model = nn.Linear(4, 4)
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, reducer = _Nested(model.parameters(), lr=0.1), GradientReducer(model)
+    for _ in range(3):
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    return int(reducer.stats()["steps"])
+
+
 def test_closures_that_leave_gradients_unaveraged() -> None:
     """A step with a closure that makes no pass, or only such under no_sync, is refused if it would be taken by this rank's own
     gradients; one whose last pass is outside is averaged."""

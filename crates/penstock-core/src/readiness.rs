@@ -48,8 +48,6 @@ pub struct Readiness {
     in_round: bool,
     /// Gradients that all ranks have agreed on in this step.
     agreed: usize,
-    /// Bytes of the others.
-    left_bytes: u64,
     /// This rank's pass has raised, and its step is not over yet.
     withdrawn: bool,
 }
@@ -79,7 +77,6 @@ impl Readiness {
     pub fn new(entries: Vec<Entry>, names: u64, rank: u32, world: u32) -> Readiness {
         debug_assert!(entries.iter().enumerate().all(|(place, entry)| entry.index as usize == place));
         Readiness {
-            left_bytes: entries.iter().map(|entry| entry.bytes).sum(),
             digest: digest(
                 entries
                     .iter()
@@ -132,7 +129,6 @@ impl Readiness {
     fn reset(&mut self) {
         self.entries.iter_mut().for_each(|(_, state)| *state = State::Idle);
         (self.fresh_bytes, self.pending, self.agreed) = (0, 0, 0);
-        self.left_bytes = self.entries.iter().map(|(entry, _)| entry.bytes).sum();
         (self.flushed, self.withdrawn) = (false, false);
     }
 
@@ -149,12 +145,6 @@ impl Readiness {
     /// How many gradients wait for other ranks.
     pub fn pending(&self) -> usize {
         self.pending
-    }
-
-    /// The size of buckets that are cut now, at most `bucket_bytes`: towards the end of a step they shrink with what is left, so that
-    /// little is left to travel once the last gradient is made. All ranks have the same between two rounds.
-    pub fn shrunk(&self, bucket_bytes: u64) -> u64 {
-        bucket_bytes.min((self.left_bytes / SHARES_LEFT).max(SMALLEST_BYTES))
     }
 
     /// The bits to all-reduce with AND, if it is time for a round.
@@ -214,7 +204,6 @@ impl Readiness {
             *state = State::Agreed;
             self.pending -= 1;
             self.agreed += 1;
-            self.left_bytes -= entry.bytes;
             if is_set(absent, at) {
                 agreed.absent.push(entry.index);
             } else {
@@ -239,11 +228,6 @@ impl Readiness {
         self.entries.len().div_ceil(8)
     }
 }
-
-/// A bucket carries this part of what is left of the step at most. A guess.
-const SHARES_LEFT: u64 = 4;
-/// Buckets do not shrink below this: 1 ms at 1 Gbit/s, beside the 0.1 ms of the engine's time that an operation takes.
-const SMALLEST_BYTES: u64 = 128 << 10;
 
 #[cfg(test)]
 mod tests {
@@ -340,32 +324,6 @@ mod tests {
         let bits = rank.poll_round(1000).expect("flushed");
         assert_eq!(rank.handle_round(&bits).expect("alike").ready.len(), 10);
         assert_eq!((rank.pending(), rank.poll_round(1000)), (0, None));
-    }
-
-    /// Buckets shrink with what is left of a step, alike on ranks with different gradients ready, and are whole in the next step.
-    #[test]
-    fn buckets_shrink_towards_the_end() {
-        let sizes = [1 << 20; 16];
-        let mut ranks = [0, 1].map(|rank| Readiness::new(entries(&sizes), 0, rank, 2));
-        let mut cut = Vec::new();
-        for _step in 0..2 {
-            for index in 0..16 {
-                ranks.iter_mut().for_each(|rank| assert!(rank.submit(index, false)));
-                if index == 15 {
-                    ranks.iter_mut().for_each(Readiness::flush);
-                }
-                let limits = ranks.each_ref().map(|rank| rank.shrunk(2 << 20));
-                assert_eq!(limits[0], limits[1]);
-                let bits = ranks.each_mut().map(|rank| rank.poll_round(limits[0]));
-                if let [Some(bits), Some(_)] = bits {
-                    let agreed = ranks.each_mut().map(|rank| rank.handle_round(&bits).expect("alike"));
-                    cut.push((limits[0] >> 10, agreed[0].ready.len()));
-                }
-            }
-        }
-        let step =
-            [(2048, 2), (2048, 2), (2048, 2), (2048, 2), (2048, 2), (1536, 2), (1024, 1), (768, 1), (512, 1), (256, 1)];
-        assert_eq!(cut, [step, step].concat());
     }
 
     /// Ranks whose passes raise anywhere, while rounds are under way or not, and begin anew: what is agreed on in the end was

@@ -331,7 +331,6 @@ mod tests {
             wire: None,
             error_feedback: false,
             check_finite: false,
-            last_first: false,
             timeout: u64::MAX,
         })
         .expect("a reducer");

@@ -12,13 +12,11 @@
 //! A bucket that is contiguous (a large gradient, or neighbours in memory) is reduced in place; others are copied together and
 //! back. If the dtype on the wire is another than the gradients', the copy converts.
 
-use self::awaited::Awaited;
-use self::carrier::{Carrier, check_wire};
-use crate::pieces::is_one_piece;
+use crate::pieces::{is_one_piece, round, widen};
 use crate::{Call, Group, Ticket};
 use penstock_core::digest::digest;
 use penstock_core::readiness::{Agreed, Readiness};
-use penstock_plan::buckets::{Entry, pack};
+use penstock_plan::buckets::{Bucket, Entry, pack};
 use penstock_plan::{Algorithm, Collective};
 use penstock_stream::fingerprint::{Fingerprint, Name};
 use penstock_types::{DType, Failure, FailureKind, Priority, ReduceOp};
@@ -26,9 +24,6 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
-
-mod awaited;
-mod carrier;
 
 /// A gradient's description, the same on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -69,9 +64,6 @@ pub struct ReducerSpec {
     pub error_feedback: bool,
     /// Fail all ranks when a submitted gradient holds NaN or infinity, and name it. Costs one more read of the gradient.
     pub check_finite: bool,
-    /// Whoever waits, waits for single gradients ([`Reducer::averaged`]), as the next forward pass does: for the last index first.
-    /// Buckets have priorities by that, and shrink towards the end of a step.
-    pub last_first: bool,
     /// Time-out of an all-reduce, in nanoseconds.
     pub timeout: u64,
 }
@@ -119,7 +111,6 @@ struct Inner {
     gradients: Vec<Gradient>,
     op: ReduceOp,
     check_finite: bool,
-    last_first: bool,
     timeout: u64,
     state: Mutex<State>,
 }
@@ -136,7 +127,6 @@ struct State {
     running: usize,
     /// Completes when nothing is pending or running.
     flushed: Option<Ticket>,
-    awaited: Awaited,
     failed: Option<Failure>,
     /// The memory of submitted gradients: start, and end and index.
     places: BTreeMap<usize, (usize, u32)>,
@@ -168,6 +158,19 @@ impl std::fmt::Debug for Submitted {
     }
 }
 
+/// The memory of a bucket's pieces, and the buffer that carries them if they are not contiguous.
+struct Carrier {
+    bucket: Bucket,
+    pieces: Vec<*mut u8>,
+    /// The residuals of the pieces; empty without error feedback.
+    residuals: Vec<*mut f32>,
+    buffer: Option<Vec<u8>>,
+}
+
+// SAFETY: the pointers are of gradients that `Submitted` keeps alive until the bucket is over, and of residuals, which live as
+// long as the reducer and never move.
+unsafe impl Send for Carrier {}
+
 impl Reducer {
     /// # Errors
     /// `Config`: a reduction other than sum and average, or one that a gradient's dtype does not have; a wire dtype other than
@@ -192,7 +195,7 @@ impl Reducer {
         let letters = |gradient: &Gradient| {
             gradient.name.bytes().map(u64::from).chain([256, gradient.order]).collect::<Vec<u64>>()
         };
-        let names = digest(spec.gradients.iter().flat_map(letters).chain([u64::from(spec.last_first)]));
+        let names = digest(spec.gradients.iter().flat_map(letters));
         let count = entries.len();
         let state = State {
             readiness: Readiness::new(entries, names, spec.rank, spec.world),
@@ -202,7 +205,6 @@ impl Reducer {
             absent: vec![false; count],
             running: 0,
             flushed: None,
-            awaited: Awaited::default(),
             failed: None,
             places: BTreeMap::new(),
             dropped: None,
@@ -219,7 +221,6 @@ impl Reducer {
             gradients: spec.gradients,
             op: spec.op,
             check_finite: spec.check_finite,
-            last_first: spec.last_first,
             timeout: spec.timeout,
             state: Mutex::new(state),
         })))
@@ -367,11 +368,6 @@ impl Reducer {
         self.lock().stats
     }
 
-    /// The size of the next buckets.
-    fn bucket_bytes(&self, state: &State) -> u64 {
-        if self.0.last_first { state.readiness.shrunk(state.bucket_bytes) } else { state.bucket_bytes }
-    }
-
     /// The dtype on the wire. It changes only while no bucket is in flight.
     fn wire(&self) -> Option<DType> {
         self.lock().wire
@@ -387,15 +383,14 @@ impl Reducer {
         if state.failed.is_some() {
             return;
         }
-        let bucket_bytes = self.bucket_bytes(&state);
+        let bucket_bytes = state.bucket_bytes;
         let Some(bits) = state.readiness.poll_round(bucket_bytes) else { return };
         state.running += 1;
         state.stats.rounds += 1;
         drop(state);
         // Only one round runs at a time, so starting it outside of the lock keeps the order.
         let mut bits = bits;
-        let priority = self.0.priority_of_rounds();
-        let call = self.call(ReduceOp::BitAnd, DType::U8, bits.len() as u64, bits.as_mut_ptr(), priority);
+        let call = self.call(ReduceOp::BitAnd, DType::U8, bits.len() as u64, bits.as_mut_ptr());
         let (reducer, began) = (self.clone(), Instant::now());
         self.start(&self.0.rounds, call, move |result| {
             reducer.lock().stats.round_ns += began.elapsed().as_nanos() as u64;
@@ -422,14 +417,12 @@ impl Reducer {
     /// A round has ended: reduces the gradients that it found ready.
     fn rounded(&self, bits: &[u8]) {
         let mut state = self.lock();
-        // Before the round is counted, as on all ranks.
-        let bucket_bytes = self.bucket_bytes(&state);
         let Some(Agreed { ready, absent, withdrawn }) = state.readiness.handle_round(bits) else {
             drop(state);
             return self.fail(&Failure::of_call(
                 FailureKind::Mismatch,
-                "the ranks have different gradients, in another order, shape or memory format, or optimizer= on some of them \
-                 only: build the same model on every rank, with the same arguments.",
+                "the ranks have different gradients, in another order, shape or memory format: build the same model on every \
+                 rank.",
             ));
         };
         // A rank that has withdrawn its own pass after it joined this round needs no report.
@@ -456,7 +449,7 @@ impl Reducer {
                 state.release(entry.index);
             }
         }
-        for bucket in pack(ready, bucket_bytes) {
+        for bucket in pack(ready, state.bucket_bytes) {
             let mut pieces = Vec::with_capacity(bucket.pieces.len());
             let mut residuals = Vec::new();
             for piece in &bucket.pieces {
@@ -497,8 +490,7 @@ impl Reducer {
             Some(buffer) => (buffer.as_mut_ptr(), buffer.len() as u64),
             None => (carrier.pieces[0], carrier.bucket.bytes()),
         };
-        let last = carrier.bucket.pieces.iter().map(|piece| piece.index).max().expect("a bucket has pieces");
-        let call = self.call(op, dtype, bytes, address, self.0.priority(last));
+        let call = self.call(op, dtype, bytes, address);
         let (reducer, began_at) = (self.clone(), address as usize);
         self.start(&self.0.buckets, call, move |result| {
             let ends_at = carrier.buffer.as_ref().map_or(carrier.pieces[0].cast_const(), |buffer| buffer.as_ptr());
@@ -521,7 +513,7 @@ impl Reducer {
         });
     }
 
-    fn call(&self, op: ReduceOp, dtype: DType, bytes: u64, address: *mut u8, priority: Priority) -> Call {
+    fn call(&self, op: ReduceOp, dtype: DType, bytes: u64, address: *mut u8) -> Call {
         Call {
             collective: Collective::AllReduce,
             fingerprint: Fingerprint::new(Name::AllReduce, Some(op), dtype, None, bytes / dtype.size() as u64),
@@ -533,17 +525,74 @@ impl Reducer {
             output: address,
             tag: 0,
             coflow: 0,
-            priority,
+            priority: Priority(0),
             hold: false,
             timeout: self.0.timeout,
             keep: None,
         }
     }
 
+    /// Copies pieces into the bucket's buffer, if it has one.
+    ///
+    /// # Safety
+    /// The pieces are valid, and nothing else writes to them.
+    unsafe fn load(&self, carrier: &mut Carrier) {
+        let Some(buffer) = &mut carrier.buffer else { return };
+        let (bytes, wire) = (carrier.bucket.bytes() as usize, self.wire());
+        buffer.resize(if wire.is_some() { bytes / 2 } else { bytes }, 0);
+        let mut at = buffer.as_mut_ptr();
+        for (at_piece, (piece, src)) in carrier.bucket.pieces.iter().zip(&carrier.pieces).enumerate() {
+            let len = piece.range.len() as usize;
+            // SAFETY: the buffer holds all pieces one after the other; the caller vouches for them.
+            at = unsafe {
+                match wire {
+                    None => {
+                        at.copy_from_nonoverlapping(*src, len);
+                        at.add(len)
+                    }
+                    Some(wire) => {
+                        let factor = if self.0.op == ReduceOp::Avg { 1.0 / f64::from(self.0.world) } else { 1.0 };
+                        round(wire, at, *src, len, factor, carrier.residuals.get(at_piece).copied());
+                        if self.0.check_finite && !penstock_kernels::is_finite(wire, at, len / 2) {
+                            let name = &self.0.gradients[piece.index as usize].name;
+                            self.fail(&self.not_finite(name, &format!(" as {wire}, which goes over the wire")));
+                        }
+                        at.add(len / 2)
+                    }
+                }
+            };
+        }
+    }
+
+    /// Copies the reduced pieces back.
+    ///
+    /// # Safety
+    /// The pieces are valid, and nothing else uses them.
+    unsafe fn store(&self, carrier: &Carrier) {
+        let Some(buffer) = &carrier.buffer else { return };
+        let wire = self.wire();
+        let mut at = buffer.as_ptr();
+        for (piece, dst) in carrier.bucket.pieces.iter().zip(&carrier.pieces) {
+            let len = piece.range.len() as usize;
+            // SAFETY: as in `load`.
+            at = unsafe {
+                match wire {
+                    None => {
+                        dst.copy_from_nonoverlapping(at, len);
+                        at.add(len)
+                    }
+                    Some(wire) => {
+                        widen(wire, *dst, at, len);
+                        at.add(len / 2)
+                    }
+                }
+            };
+        }
+    }
+
     /// A round or bucket has ended.
     fn over(&self) {
         self.lock().running -= 1;
-        self.tell_awaiting();
         self.advance();
         self.settle();
     }
@@ -562,10 +611,16 @@ impl Reducer {
             // Returns the gradients to their users.
             (0..state.submitted.len() as u32).for_each(|index| state.release(index));
         }
-        let awaiting = state.awaited.end(&result);
         drop(state);
-        awaiting.iter().for_each(|one| one.complete(result.clone()));
         ticket.complete(result);
+    }
+
+    fn not_finite(&self, name: &str, form: &str) -> Failure {
+        let (rank, step) = (self.0.rank, self.lock().stats.steps + 1);
+        let message = format!(
+            "the gradient of {name} on rank {rank} holds NaN or infinity in step {step}{form} (PENSTOCK_CHECK=nan)."
+        );
+        Failure::of_call(FailureKind::NotFinite, message)
     }
 
     /// Records a failure. The flush ends with the first one; the reducer's channels fail on all ranks, so that what runs there ends
@@ -620,4 +675,18 @@ impl State {
 fn names_of(ranks: &[u32]) -> String {
     let listed: Vec<String> = ranks.iter().map(u32::to_string).collect();
     format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, listed.join(", "))
+}
+
+fn check_wire(wire: Option<DType>, op: ReduceOp, gradients: &[Gradient]) -> Result<(), Failure> {
+    let config = |message: String| Err(Failure::of_call(FailureKind::Config, message));
+    if !matches!(wire, None | Some(DType::F16 | DType::BF16)) {
+        return config("gradients go over the wire as they are, or as float16 or bfloat16.".into());
+    }
+    for Gradient { name, dtype, .. } in gradients {
+        if !op.takes(*dtype) || (wire.is_some() && *dtype != DType::F32) {
+            let way = wire.map_or(String::new(), |wire| format!(" and sent as {wire}"));
+            return config(format!("{name} is {dtype}, which cannot be reduced with {}{way}.", op.name()));
+        }
+    }
+    Ok(())
 }

@@ -396,8 +396,6 @@ fn withdrawn_in_the_middle() {
         let ends =
             |rank: usize| if raise[rank] { ranks.reducers[rank].withdraw() } else { ranks.reducers[rank].flush() };
         let tickets = [0, 1].map(ends);
-        // Reduced long since, but of a step that was dropped: also for those who ask when it has ended.
-        let part = ranks.reducers[1].averaged(&[2]);
         for (rank, ticket) in tickets.iter().enumerate() {
             match wait(ticket) {
                 Ok(()) => assert!(raise[rank]),
@@ -407,56 +405,12 @@ fn withdrawn_in_the_middle() {
                 }
             }
         }
-        if !raise[1] {
-            for part in [part, ranks.reducers[1].averaged(&[2])] {
-                assert_eq!(wait(&part).expect_err("dropped").kind, FailureKind::Mismatch);
-            }
-            assert!(ranks.reducers[1].which_averaged(&[0, 1, 2]).is_empty());
-        }
         let mut next =
             [[vec![1f32; 10], vec![2f32; 10], vec![3f32; 10]], [vec![5f32; 10], vec![6f32; 10], vec![7f32; 10]]];
         reduce(&ranks, &mut next).iter().for_each(|ticket| wait(ticket).expect("reduced"));
         let want = [vec![6f32; 10], vec![8f32; 10], vec![10f32; 10]];
         assert!(next.iter().all(|own| *own == want), "{next:?}");
         assert_eq!(ranks.reducers[0].stats().steps, 1);
-    }
-}
-
-/// A single gradient of a step counts as averaged once no rank can drop the step: when all ranks have flushed it, and not before
-/// its own bucket has come back. A gradient that no rank has counts, too.
-#[test]
-fn single_gradients_of_a_step() {
-    for memory in [false, true] {
-        let ranks = Ranks::new(2, memory, &[10, 10, 3_000, 10], |spec| {
-            (spec.bucket_bytes, spec.last_first) = (1, true);
-        });
-        let mut gradients: [[Vec<f32>; 4]; 2] =
-            [1f32, 3f32].map(|value| [10, 10, 3_000, 10].map(|count| vec![value; count]));
-        let submit = |rank: usize, own: &mut [Vec<f32>; 4], indices: &[usize]| {
-            for &at in indices {
-                let (address, bytes) = (own[at].as_mut_ptr().cast(), size_of_val(&own[at][..]) as u64);
-                // SAFETY: kept until the end.
-                unsafe { ranks.reducers[rank].submit(at as u32, address, bytes, at == 1, None) }.expect("submitted");
-            }
-        };
-        let [first, second] = &mut gradients;
-        submit(0, first, &[3]);
-        submit(1, second, &[3]);
-        until(|| ranks.reducers.iter().all(|reducer| reducer.stats().buckets == 1));
-        submit(0, first, &[2, 1, 0]);
-        let flushed = ranks.reducers[0].flush();
-        let parts = [vec![3], vec![1, 0], vec![2]].map(|indices| ranks.reducers[0].averaged(&indices));
-        // Rank 1 may still drop the step.
-        assert!(parts.iter().all(|part| part.result().is_none()));
-        assert!(ranks.reducers[0].which_averaged(&[0, 1, 2, 3]).is_empty());
-        submit(1, second, &[0, 1, 2]);
-        let also = ranks.reducers[1].flush();
-        parts.iter().for_each(|part| wait(part).expect("averaged"));
-        assert_eq!(ranks.reducers[0].which_averaged(&[2, 3, 1, 0]), [2, 3, 1, 0]);
-        [flushed, also].iter().for_each(|ticket| wait(ticket).expect("reduced"));
-        assert!(ranks.reducers[0].was_absent(1) && first[1] == [1f32; 10]);
-        assert!([0, 2, 3].iter().all(|&at| first[at].iter().all(|value| *value == 4.0)), "{memory}");
-        wait(&ranks.reducers[0].averaged(&[2])).expect("the step has ended");
     }
 }
 
@@ -598,7 +552,6 @@ impl Ranks {
             wire: None,
             error_feedback: false,
             check_finite: false,
-            last_first: false,
             timeout: 20_000_000_000,
         }
     }

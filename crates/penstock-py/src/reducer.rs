@@ -15,10 +15,10 @@ pub(crate) struct Reducer(penstock_engine::Reducer);
 impl Reducer {
     /// `rounds` and `buckets` are channels of the same `world` ranks that nothing else uses; `gradients` are (name, elements,
     /// dtype, number of their layout), by index, the same on all ranks. `op`: "sum" or "avg". `wire`: None, "float16" or
-    /// "bfloat16"; `error_feedback` needs one of the last two. `last_first`: callers wait for single gradients, the last index first.
+    /// "bfloat16"; `error_feedback` needs one of the last two.
     #[new]
     #[pyo3(signature = (
-        *, rounds, buckets, rank, world, gradients, op, bucket_bytes, wire, error_feedback=false, check_finite, last_first=false, timeout_s
+        *, rounds, buckets, rank, world, gradients, op, bucket_bytes, wire, error_feedback=false, check_finite, timeout_s
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -33,7 +33,6 @@ impl Reducer {
         wire: Option<&str>,
         error_feedback: bool,
         check_finite: bool,
-        last_first: bool,
         timeout_s: f64,
     ) -> PyResult<Reducer> {
         let gradients = gradients
@@ -51,7 +50,6 @@ impl Reducer {
             wire: wire.map(dtype_named).transpose()?,
             error_feedback,
             check_finite,
-            last_first,
             timeout: (timeout_s * 1e9) as u64,
         };
         penstock_engine::Reducer::new(spec).map(Reducer).map_err(|failure| error(py, &failure))
@@ -78,16 +76,6 @@ impl Reducer {
     /// The backward pass has ended. The ticket completes when every submitted gradient is reduced.
     fn flush(&self, py: Python<'_>) -> Ticket {
         Ticket(py.detach(|| self.0.flush()))
-    }
-
-    /// The ticket completes when these gradients of the flushed step are averaged, and no rank can drop the step any more.
-    fn averaged(&self, py: Python<'_>, indices: Vec<u32>) -> Ticket {
-        Ticket(py.detach(|| self.0.averaged(&indices)))
-    }
-
-    /// Those of these gradients for which `averaged` would not wait.
-    fn which_averaged(&self, py: Python<'_>, indices: Vec<u32>) -> Vec<u32> {
-        py.detach(|| self.0.which_averaged(&indices))
     }
 
     /// The backward pass has raised. The ticket completes when the next pass can begin.

@@ -6,7 +6,7 @@ live.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -37,16 +37,12 @@ class Life:
         # By their ids.
         self._channels: dict[int, groups.Membership] = {}
         self._sparse: SparseReductions | None = None
-        # Called when the group is about to be left.
-        self._farewells: list[Callable[[], None]] = []
         self._options = c10d.Backend.Options("penstock", timeout) if hasattr(c10d.Backend, "Options") else None
         alive.add(self)
 
     def shutdown(self) -> None:
         """Leave the group: torch calls this from destroy_process_group."""
         if self in alive:
-            while self._farewells:
-                self._farewells.pop()()
             alive.discard(self)
             if self._sparse is not None:
                 self._sparse.close()
@@ -54,14 +50,6 @@ class Life:
             self._member.leave()
             while self._sides:
                 self._sides.popitem()[1].close()
-
-    def before_leaving(self, farewell: Callable[[], None]) -> Callable[[], None]:
-        """Call this when the group is about to be left, while operations still end. It must not raise.
-
-        Returns: a function that takes that back.
-        """
-        self._farewells.append(farewell)
-        return lambda: self._farewells.remove(farewell) if farewell in self._farewells else None
 
     def abort(self) -> None:
         """Fail everything that is running, on all ranks, and leave."""

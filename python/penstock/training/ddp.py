@@ -68,7 +68,7 @@ def ddp_hook(
 class _DDPReducer(GradientReducer):
     """Fills DDP's buckets with gradients that are reduced already.
 
-    More than 16 fields: the reducer's 17, the model, and the buckets to fill.
+    More than 16 fields: the reducer's 16, the model, and the buckets to fill.
     """
 
     _averages_sparse = False  # DDP hands them over in buckets of their own

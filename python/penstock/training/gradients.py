@@ -12,11 +12,13 @@ No order is asked of autograd: the ranks agree on what is ready in rounds of the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import gc
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,14 +30,13 @@ from penstock.errors import PenstockError
 from penstock.runtime import config, process
 from penstock.torch import backend
 from penstock.torch.gather import gatherer
-from penstock.training import checks, optimizer_steps, overlap, ownership, passes, sparse, tuning
+from penstock.training import checks, optimizer_steps, ownership, passes, sparse, tuning
 from penstock.training.broadcast import broadcast_values
 from penstock.training.passes import BackwardPass
 from penstock.training.slots import Slots
-from penstock.training.steps import SHARED, States, Steps, state
+from penstock.training.steps import SHARED, Steps, state
 from penstock.training.trained import Trained
-from penstock.training.travels import Travels
-from penstock.training.tune import Setting
+from penstock.training.tune import Setting, Tuner
 
 __all__ = ["GradientReducer"]
 
@@ -43,7 +44,7 @@ log = logging.getLogger("penstock")
 
 
 @renamed.arguments(unit_bytes="bucket_bytes")
-class GradientReducer(Travels):
+class GradientReducer:
     """Averages the gradients of a model over the ranks of a group, from its construction on, in every backward pass.
     The model and its parameters keep it alive; when it is collected with them, it closes.
 
@@ -51,8 +52,6 @@ class GradientReducer(Travels):
     A parameter that some rank did not use counts as zeros there; one that no rank used keeps the ``grad`` that it had.
     With three ranks or more, runs may differ in the last bits: the order of a sum depends on a gradient's place in its bucket,
     and that on which gradients were ready together.
-
-    More than 16 fields: the parts of a reducer, of which one is there only with ``optimizer``, and what is said of them.
 
     Args:
         model: a module, or an iterable of parameters. Those that require no gradient are left out (an error names them if they
@@ -66,10 +65,6 @@ class GradientReducer(Travels):
             what is too small for 16 bits arrives some steps later instead of never (Seide et al. 2014; Karimireddy et al.
             2019). Four bytes a parameter. The kept remainders belong to this object: they begin with zeros, are no part of a
             checkpoint, and are lost with the reducer, and when a step fails (docs/guide/compression.md).
-        optimizer: one that steps these parameters, or several. ``backward`` then returns before the averages are there,
-            ``step`` records the hyper-parameters, and each parameter is stepped when its average has come: at the latest when
-            something uses it, such as the next forward pass (docs/guide/gradients.md#steps-in-the-next-forward-pass). The
-            values are those of a loop without it. All ranks alike.
         broadcast: give all ranks the parameters (and a module's buffers) of rank 0 now, as DDP does.
         tune: find out how gradients travel best, during the first steps of training (docs/guide/tune.md). True, or
             `penstock.tune.Options`; a `penstock.tune.Setting`, or a tuner's record or its file, to pin a choice; False. None:
@@ -78,8 +73,7 @@ class GradientReducer(Travels):
 
     Raises:
         penstock.errors.Config: the group is not of the penstock backend; a parameter is on another device than CPU, of a dtype
-            that cannot be averaged, or of another reducer that was not closed; ``tune`` makes no sense; ``optimizer`` cannot step
-            a few parameters at a time. In ``backward``: a
+            that cannot be averaged, or of another reducer that was not closed; ``tune`` makes no sense. In ``backward``: a
             gradient is unexpectedly sparse (below); or the model was unfrozen, or grew, after this object was made (also in an
             optimizer's step).
         penstock.errors.Mismatch: ranks have different parameters; nothing was sent, and the group lives. In ``backward``: the
@@ -109,7 +103,6 @@ class GradientReducer(Travels):
         model: torch.nn.Module | Iterable[torch.nn.Parameter],
         group: Any = None,
         *,
-        optimizer: overlap.Optimizers | None = None,
         bucket_bytes: int = 4 << 20,
         wire: torch.dtype | None = None,
         error_feedback: bool = False,
@@ -120,7 +113,6 @@ class GradientReducer(Travels):
         if bucket_bytes <= 0:
             raise ConfigError(f"bucket_bytes must be positive, not {bucket_bytes}")
         self._check_sole(model, trained)
-        optimizers = None if optimizer is None else overlap.check(optimizer, trained, model)
         self._group = group
         self._backend = backend.of(group)
         agreed = tuning.agree(tune, group)
@@ -131,9 +123,7 @@ class GradientReducer(Travels):
         if broadcast:
             broadcast_values((tensor for _, tensor in tensors), self._backend)
         with contextlib.ExitStack() as ends:
-            self._build(
-                model, ends, agreed, optimizers, bucket_bytes=bucket_bytes, wire=wire, error_feedback=error_feedback
-            )
+            self._build(model, ends, agreed, bucket_bytes=bucket_bytes, wire=wire, error_feedback=error_feedback)
             self._end = weakref.finalize(self, ends.pop_all().close)
         self._end.atexit = False
         self._keep()
@@ -145,7 +135,6 @@ class GradientReducer(Travels):
         model: torch.nn.Module | Iterable[torch.nn.Parameter],
         ends: contextlib.ExitStack,
         agreed: Mapping[str, Any],
-        optimizers: Sequence[torch.optim.Optimizer] | None,
         *,
         bucket_bytes: int,
         wire: torch.dtype | None,
@@ -179,7 +168,6 @@ class GradientReducer(Travels):
             wire=wire_name,
             error_feedback=error_feedback,
             check_finite="nan" in asked,
-            last_first=optimizers is not None,
             timeout_s=self._backend.timeout_s,
         )
         self._setting = Setting(
@@ -188,7 +176,7 @@ class GradientReducer(Travels):
             algorithm=agreed["algorithm"] or tuning.AUTO,
             compression=next(name for name, dtype in tuning.WIRES.items() if dtype == wire_name),
         )
-        self._tuning = None
+        self._tuning: tuning.Tuning | None = None
         if len(channels) > 2:
             self._tuning = tuning.Tuning(
                 agreed,
@@ -207,12 +195,6 @@ class GradientReducer(Travels):
         self._withdrawn: _core.Ticket | None = None
         self._steps = Steps()
         self._number = next(_numbers)
-        self._overlap: overlap.Overlap | None = None
-        # These checks exchange what ranks have at the end of a pass.
-        if optimizers is not None and not self._checks.is_compared and not self._checks.slow:
-            end_step = None if self._tuning is None else self._tuning.end
-            self._overlap = overlap.Overlap(self._reducer, trained, optimizers, self._buckets.rank, end_step)
-            self._overlap.watch(model, self._backend, ends)
         # Python's collector does not see what torch's hooks refer to, so they do not keep this object.
         this = weakref.ref(self)
         for index, parameter in enumerate(trained.dense):
@@ -238,14 +220,6 @@ class GradientReducer(Travels):
         finally:
             self._enabled = before
 
-    def synchronise(self) -> None:
-        """With ``optimizer``: wait for all averages that are under way, and make all steps that were called for, so that
-        parameters, gradients and the optimizer's state are as after a step without it. Anything in Python that uses a parameter
-        does this by itself, for that one. Call it before code that torch does not see: an extension in C++, or what reads
-        ``optimizer.state``. Blocks. Raises what ``backward`` does."""
-        if self._overlap is not None:
-            self._overlap.settle()
-
     def average(self) -> None:
         """Average what passes under `no_sync` have left, and take part if this rank's passes have reached no parameter since the
         last step of an optimizer, or the last call; does nothing where all is averaged. All ranks call it after a step's last
@@ -255,7 +229,6 @@ class GradientReducer(Travels):
         Blocks until the averages are there. Raises what ``backward`` does, and `penstock.errors.Config` where what passes under
         `no_sync` have left was changed since.
         """
-        self.synchronise()
         if not self._synchronises():
             return
         steps = self._steps
@@ -270,16 +243,51 @@ class GradientReducer(Travels):
         did in the last steps, and who keeps the others waiting (`penstock.training.checks.SlowCheck.stats`)."""
         return self._reducer.stats() | self._checks.stats()
 
+    @property
+    def setting(self) -> Setting:
+        """The setting in force. Algorithm ``auto``: the planner chooses, by size and hosts."""
+        return self._setting if self._tuning is None else self._tuning.setting
+
+    @property
+    def tuner(self) -> Tuner | None:
+        """The tuner, which tries settings or holds one (`penstock.tune.Tuner`): ``tuner.explain()`` describes the trials and the
+        choice, ``tuner.record()`` has all of them. None without ``tune``."""
+        return None if self._tuning is None else self._tuning.tuner
+
+    def apply(self, setting: Setting) -> None:
+        """Put a setting in force, on all ranks between the same two steps. Its streams are those to each rank, for everything
+        that this process sends there; a number above those that are open means all of them. Does not block.
+
+        Raises:
+            penstock.errors.Bug: a pass is under way. Nothing has changed.
+            penstock.errors.Config: the gradients or the group do not support the setting; a tuner is in charge.
+        """
+        if self._tuning is not None:
+            raise ConfigError("a tuner is in charge of this; make the reducer without tune")
+        tuning.apply(self._reducer, setting)
+        self._setting = setting
+
+    def set_bucket_bytes(self, bucket_bytes: int) -> None:
+        """`apply` of the setting with another bucket size."""
+        self.apply(dataclasses.replace(self.setting, bucket_bytes=bucket_bytes))
+
+    def set_unit_bytes(self, unit_bytes: int) -> None:
+        """The old name of `set_bucket_bytes`."""
+        renamed.warn("set_unit_bytes", "set_bucket_bytes")
+        self.set_bucket_bytes(unit_bytes)
+
+    def exclude_pause(self) -> None:
+        """Tell the tuner that the time since the last step was not all training: call it after an evaluation, a checkpoint or
+        any other pause, on any rank. The step that is under way is then not timed, on no rank. Costs nothing."""
+        if self._tuning is not None:
+            self._tuning.exclude_pause()
+
     def close(self) -> None:
         """Remove the hooks from the model and close the channels. `destroy_process_group` does the latter, too. DDP then reduces
-        its own buckets, each in one all-reduce. With ``optimizer`` it makes the steps that were called for, and raises what
-        `synchronise` does when it is closed."""
-        try:
-            self.synchronise()
-        finally:
-            _alive.pop(self._number, None)
-            ownership.release(self, self._trained.owners())
-            self._end()
+        its own buckets, each in one all-reduce."""
+        _alive.pop(self._number, None)
+        ownership.release(self, self._trained.owners())
+        self._end()
 
     @staticmethod
     def _ready(this: weakref.ref[GradientReducer], index: int, parameter: torch.nn.Parameter) -> None:
@@ -335,7 +343,6 @@ class GradientReducer(Travels):
 
     def _keeps_back(self, parameter: torch.nn.Parameter) -> None:
         """A gradient was made under no_sync. The next pass outside averages it, or the next step outside."""
-        self.synchronise()
         self._steps.keep(parameter)
 
     def _take_part(self) -> BackwardPass:
@@ -377,7 +384,6 @@ class GradientReducer(Travels):
         return self._enabled
 
     def _begin(self) -> BackwardPass:
-        self.synchronise()
         if self._withdrawn is not None:
             self._withdrawn.wait()
             self._withdrawn = None
@@ -411,8 +417,7 @@ class GradientReducer(Travels):
     def _end_pass(self, task: int) -> None:
         together = {one._number: one for one in [self, *_alive.values()]}
         # In the order in which they were made, which is the same on all ranks.
-        ending = [one for _, one in sorted(together.items()) if one._pass and one._ends_with(one._pass, task)]
-        passes.end(ending, may_defer=True)
+        passes.end([one for _, one in sorted(together.items()) if one._pass and one._ends_with(one._pass, task)])
 
     def _ends_with(self, current: BackwardPass, task: int) -> bool:
         """Whether a pass, as this reducer sees it, ends with autograd's of this number."""
@@ -430,17 +435,6 @@ class GradientReducer(Travels):
         assert self._pass is not None
         self._pass.flushed = self._reducer.flush()
         return self._pass.flushed
-
-    def _defer(self) -> bool:
-        """With ``optimizer``: do not wait for averages now."""
-        if self._overlap is None:
-            return False
-        current = self._take_pass()
-        assert current is not None
-        self._steps.kept.clear()
-        self._steps.averages = States()
-        self._overlap.hand_over(current, self._steps.averages)
-        return True
 
     def _finish(self) -> None:
         """All gradients are averaged: deliver them."""
@@ -547,16 +541,10 @@ class GradientReducer(Travels):
             if self._synchronises():
                 self._check_left_out(trained.joined(optimizer))
             return
-        if not self._synchronises():
-            self.synchronise()
-        else:
+        if self._synchronises():
             for group in optimizer.param_groups:
                 if not trained.ids.issuperset(map(id, group["params"])):
                     self._check_left_out(one for one in group["params"] if one not in trained.all)
-            if self._overlap is not None and self._overlap.record(optimizer):
-                steps.was_late = steps.was_changed = False
-                steps.stepped[optimizer] = steps.passes
-                return
             are_delivered = steps.are_delivered(optimizer_steps.parameters(optimizer), trained.index)
             if self._lacks_average(
                 (stepped or 0) == steps.passes, optimizer_steps.parameters(optimizer), bool(are_delivered)
@@ -608,7 +596,14 @@ class GradientReducer(Travels):
 
     @staticmethod
     def _check_other_reducers(trained: Trained) -> None:
-        ownership.check_sole(trained, _alive)
+        if _averaged(trained) is not None:
+            gc.collect()  # a reducer that nobody refers to any more, though Python has not noticed
+        name = _averaged(trained)
+        if name is not None:
+            raise ConfigError(
+                f"the gradient of {name} is averaged by another reducer, which was not closed: call its close() before another "
+                "one is made, on all ranks"
+            )
 
     def _check_left_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Raise if one of these, which this reducer does not average, has a gradient: the model was unfrozen, or it grew, and
@@ -686,6 +681,13 @@ class GradientReducer(Travels):
                 elif place.data_ptr() != gradient.data_ptr():
                     place.copy_(gradient)
             averages[index] = state(place)
+
+
+def _averaged(trained: Trained) -> str | None:
+    """The name of a parameter that some reducer averages already."""
+    taken = set().union(*(other._trained.all for other in list(_alive.values())))
+    names = zip(trained.dense + trained.sparse, trained.names + trained.sparse_names, strict=True)
+    return next((name for one, name in names if one in taken), None)
 
 
 _CALL_AVERAGE = (

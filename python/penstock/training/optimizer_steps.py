@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import types
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["Stepped", "hook", "is_scaled", "makes_part", "parameters", "searches_line"]
+__all__ = ["Stepped", "hook", "is_scaled", "parameters", "searches_line"]
 
 
 class Stepped(Protocol):
@@ -36,8 +35,8 @@ def hook(alive: Mapping[int, Stepped]) -> None:
         return
 
     def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # A class whose step() calls that of its base, hooks and all: the whole step was told, or a part of it is made.
-        if id(optimizer) in _in_parts or _is_nested(optimizer):
+        # A class whose step() calls that of its base, hooks and all: the whole step was told.
+        if _is_nested(optimizer):
             return None
         # The optimizer itself is the first of the arguments.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -59,16 +58,6 @@ def hook(alive: Mapping[int, Stepped]) -> None:
         return ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
 
     _hooks.append(register_optimizer_step_pre_hook(before_step))
-
-
-@contextlib.contextmanager
-def makes_part(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """In here an optimizer makes a part of a step of which reducers know."""
-    _in_parts.add(id(optimizer))
-    try:
-        yield
-    finally:
-        _in_parts.discard(id(optimizer))
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
@@ -114,4 +103,3 @@ def _followed(closure: Callable[..., Any], follow: Callable[[Any], None]) -> Cal
 
 _HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
 _hooks: list[Any] = []
-_in_parts: set[int] = set()

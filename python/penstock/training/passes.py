@@ -47,28 +47,23 @@ class TakesPart(Protocol):
 
     def _flush(self) -> _core.Ticket: ...
 
-    def _defer(self) -> bool: ...
-
     def _finish(self) -> None: ...
 
     def _abandon(self, grace_s: float = 0) -> None: ...
 
 
-def end(reducers: Sequence[TakesPart], *, may_defer: bool = False) -> None:
+def end(reducers: Sequence[TakesPart]) -> None:
     """The pass has ended for all that take part in it. Each waits for the other ranks, which may have reached the reducers in
     another order, or only some: all flush before the first one waits. If one raises, those that have not finished are abandoned.
 
     Args:
         reducers: in an order that is the same on all ranks.
-        may_defer: those that can wait later do, and this does not wait for them.
     """
     try:
         for one in reducers:
             one._prepare()
         tickets = [one._flush() for one in reducers]
-        waiting = [at for at, one in enumerate(reducers) if not (may_defer and one._defer())]
-        for at in waiting:
-            one = reducers[at]
+        for at, one in enumerate(reducers):
             _wait(tickets[at], tickets[at + 1 :])
             one._finish()
     except BaseException as error:

@@ -65,8 +65,6 @@ class ToldReducer(GradientReducer):
 
     *Why not a group of one rank for the rounds of a `GradientReducer`?* Such a round ends on the engine's thread as well, a
     moment later, and takes what has become ready by its beginning: ranks would cut other buckets, by their timing.
-
-    More than 16 fields: the reducer's 17.
     """
 
     def __init__(self, model: nn.Module, *, bucket_bytes: int) -> None:

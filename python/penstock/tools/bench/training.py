@@ -6,10 +6,7 @@ have to pass the link. So no step ends before the largest of ``t(k) + bytes from
 
 That takes the link's nominal rate and knows no processors. The same run therefore also measures what raw sockets take for the
 bytes, alone and beside a step that computes. That is a reference, not a bound: sockets may use the link worse than a way does,
-and a way that halves its bytes is held against all of them. The bound is that of steps one after the other: one that overlaps the
-next forward pass may stay below it, and ends no sooner than computing alone or the bytes alone.
-
-The steps of a way follow each other without barriers, and each lasts until the next begins; limits are measured step by step.
+and a way that halves its bytes is held against all of them.
 """
 
 from __future__ import annotations
@@ -67,7 +64,6 @@ WAYS = ("ddp", "hook", "reducer", "gloo")
 
 KNOWN = (
     *WAYS,
-    "reducer-optimizer",
     *(
         f"{way}-{wire}{feedback}"
         for way in ("hook", "reducer")
@@ -75,15 +71,12 @@ KNOWN = (
         for feedback in ("", "-feedback")
     ),
 )
-"""All that --ways takes: with optimizer, steps overlap the next forward pass; with a dtype half the bytes are sent, with feedback
-what rounding takes off is kept."""
+"""All that --ways takes: with a dtype half the bytes are sent, with feedback what rounding takes off is kept."""
 
 
 @click.command()
 @click.argument("model", type=click.Choice(["char-gpt", "cnn"]))
-@click.option(
-    "--ways", default=",".join(WAYS), show_default=True, help="Also reducer-optimizer, hook-float16 and the like."
-)
+@click.option("--ways", default=",".join(WAYS), show_default=True, help="Also hook-float16 and the like.")
 @click.option("--ranks", type=click.IntRange(1, MOST_RANKS), default=4, show_default=True)
 @click.option("--hosts", type=click.IntRange(1, 64), default=2, show_default=True, help="More than one needs root.")
 @click.option("--rate", type=float, default=1000.0, show_default=True, help="Testbed: Mbit/s of a link.")
@@ -344,8 +337,7 @@ class Lesson:
 def _use(way: str, model: str) -> Next:
     """How the fastest way gets into a script."""
     front, *more = way.split("-")
-    arguments = {"feedback": ", error_feedback=True", "optimizer": ", optimizer=optimizer"}
-    options = "".join(arguments.get(each, f", wire=torch.{each}") for each in more)
+    options = "".join(", error_feedback=True" if each == "feedback" else f", wire=torch.{each}" for each in more)
     if front == "hook":
         return Next("Put the hook into your own script.", f"penstock.torch.ddp_hook(model{options})")
     if front == "reducer":

@@ -6,7 +6,6 @@ all of them. Standard output takes one JSON object a line.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import socket
@@ -28,17 +27,11 @@ from penstock.tools.testbed.link import CLASSES
 from penstock.torch import GradientReducer, ddp_hook
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass
 class Way:
     """One way to train: a step on the given data or the usual ones, which returns its loss, and what its reducer counts."""
 
     step: Callable[..., torch.Tensor]
-    finish: Callable[[], None] = _nothing
-    """Makes what the last step has put off."""
     stats: Callable[[], dict[str, Any]] = dict
 
 
@@ -62,36 +55,17 @@ def main() -> None:
         limits |= {"link": Way(raw.move), "sockets": _beside(raw, make, data)}
     for turn in range(options["turns"] + 1):
         for name, way in {**limits, **ways}.items():
-            seconds = _alone(way, options["steps"]) if name in limits else _in_a_row(way, options["steps"])
+            seconds = []
+            for _ in range(options["steps"]):
+                dist.barrier()
+                started = time.perf_counter()
+                way.step()
+                seconds.append(time.perf_counter() - started)
             # The first turn makes connections, buckets and buffers.
             _say(way=name, turn=turn - 1, seconds=seconds, stats=way.stats())
     if raw:
         raw.close()
     dist.destroy_process_group()
-
-
-def _alone(way: Way, steps: int) -> list[float]:
-    """Seconds of steps that all ranks begin together."""
-    seconds = []
-    for _ in range(steps):
-        dist.barrier()
-        started = time.perf_counter()
-        way.step()
-        seconds.append(time.perf_counter() - started)
-    return seconds
-
-
-def _in_a_row(way: Way, steps: int) -> list[float]:
-    """Seconds from the start of each step to that of the next one. With barriers between them, what a step leaves to the next one
-    would travel in time that nobody counts."""
-    dist.barrier()
-    starts = [time.perf_counter()]
-    for step in range(steps):
-        way.step()
-        if step == steps - 1:
-            way.finish()
-        starts.append(time.perf_counter())
-    return [end - start for start, end in itertools.pairwise(starts)]
 
 
 def _learn(options: dict[str, Any]) -> None:
@@ -129,7 +103,6 @@ def _way(
     torch.manual_seed(0)
     model = make()
     stats: Callable[[], dict[str, Any]] = dict
-    finish: Callable[[], None] = _nothing
     kind, *more = name.split("-")
     wire = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get("".join(more[:1]))
     settings = {"bucket_bytes": options["bucket_bytes"], "wire": wire, "error_feedback": "feedback" in more}
@@ -138,12 +111,11 @@ def _way(
         model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
         if kind == "hook":
             stats = ddp_hook(model, **settings).stats
-    elif kind not in ("reducer", "compute"):
+    elif kind == "reducer":
+        stats = GradientReducer(model, **settings).stats
+    elif kind != "compute":
         raise ValueError(f"no way {name!r}")
     optimizer = optimize(model)
-    if kind == "reducer":
-        reducer = GradientReducer(model, optimizer=optimizer if "optimizer" in more else None, **settings)
-        stats, finish = reducer.stats, reducer.synchronise
 
     def step(data: Any = usual) -> torch.Tensor:
         optimizer.zero_grad()
@@ -152,7 +124,7 @@ def _way(
         optimizer.step()
         return loss.detach()
 
-    return Way(step, finish, stats)
+    return Way(step, stats)
 
 
 class _RawSockets:
