@@ -232,7 +232,7 @@ def _refusals() -> None:
             (
                 client.request("text"),
                 errors.HandlerFailed,
-                "must be a tensor, an array or another buffer, and not a str",
+                "must be a tensor, or an array or another buffer of plain numbers.*, and not a str",
             ),
         ]:
             with pytest.raises(kind, match=expected) as caught:
@@ -246,12 +246,119 @@ def _refusals() -> None:
             (lambda: client.pull("weights", into=b"1234"), "cannot be written to"),
             (lambda: client.push("n" * 257, b""), "1 to 256 bytes"),
             (lambda: client.push("", b""), "1 to 256 bytes"),
+            (lambda: client.push("\ud800", b""), "1 to 256 bytes"),
+            (lambda: client.push("data", torch.zeros(4, dtype=torch.complex64).conj()), "resolve_conj"),
+            (lambda: client.pull("weights", into=torch.zeros(1, dtype=torch.complex64).conj().imag), "resolve_neg"),
+            (lambda: client.push("data", np.array([{}])), "holds Python objects"),
+            (lambda: client.push("data", np.zeros(2, "datetime64[s]")), "buffer of plain numbers"),
+            (lambda: client.request("echo", b"", most=-1), "most is -1"),
         ]:
             with pytest.raises(errors.Config, match=expected):
                 wrong()
         client.push("bye", None).wait()
     with pytest.raises(errors.Closed, match="the client is closed"):
         client.push("data", b"")
+
+
+class _Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("not even this")
+
+
+def test_handlers_that_do_what_none_should() -> None:
+    """An error that cannot be told as it is, a server that is closed by its own handler: the one thread goes on."""
+    ranks.run(_odd_handlers, count=2)
+
+
+def _odd_handlers() -> None:
+    if os.environ["RANK"] == "0":
+        waits, own = Waits(1), list[endpoint.Server]()
+
+        def fail(call: endpoint.Incoming) -> None:
+            if call.data.size:
+                raise ValueError("no key " + call.data.tobytes().decode(errors="surrogateescape"))
+            raise _Unprintable
+
+        def close(call: endpoint.Incoming) -> None:
+            own[0].close()
+
+        async def later(call: endpoint.Incoming) -> None:
+            pass
+
+        with endpoint.serve("odd", pushes={"fail": fail, "close": close, "bye": waits.bye}, threads=1) as server:
+            own.append(server)
+            with pytest.raises(errors.Config, match=r"asyncio\.run"):
+                server.on_push("later", later)
+            waits.wait()
+        return
+    with endpoint.connect("odd") as client:
+        for data, expected in [(b"\xff\xfe", r"no key \\udcff\\udcfe"), (None, "_Unprintable")]:
+            with pytest.raises(errors.HandlerFailed, match=expected):
+                client.push("fail", data).wait(10)
+        with pytest.raises(errors.HandlerFailed, match="close it on another thread"):
+            client.push("close", None).wait(10)
+        for timeout_s in (-1.0, 0.0):
+            with contextlib.suppress(errors.Timeout):
+                client.push("nothing", None).wait(timeout_s)
+        client.push("bye", None).wait(float("inf"))
+
+
+def test_what_belongs_to_a_call_lives_as_long() -> None:
+    """A tensor that gets other memory meanwhile, a client that nobody keeps but its call."""
+    ranks.run(_kept, count=2)
+
+
+def _kept() -> None:
+    size = 4 << 20
+    if os.environ["RANK"] == "0":
+        waits, seen = Waits(1), list[bool]()
+        check = lambda call: seen.append(bool((call.data == 7).all()) and call.data.size == size)  # noqa: E731
+        weights = np.full(size, 5, np.uint8)
+        with endpoint.serve("kept", pushes={"data": check, "bye": waits.bye}, pulls={"weights": weights}) as server:
+            waits.wait()
+            assert seen == [True] * 8
+            del server
+        return
+    with endpoint.connect("kept") as client:
+        for _ in range(8):
+            tensor, place = torch.full((size,), 7, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+            works, memory = [client.push("data", tensor), client.pull("weights", into=place)], place.data
+            tensor.data, place.data = torch.zeros(3, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8)
+            assert [work.wait(30) for work in works] == [None, place]
+            assert bool((memory == 5).all()) and place.numel() == 5
+            del memory
+    with pytest.warns(ResourceWarning, match="a client of endpoint kept was not closed"):
+        endpoint.connect("kept").push("bye", None).wait(30)
+
+
+def test_a_server_in_the_place_of_another() -> None:
+    """One that ends, in good order or as a fork, does not hide another that serves the same name, or itself."""
+    ranks.run(_successors, count=2)
+
+
+def _successors() -> None:
+    if os.environ["RANK"] == "0":
+        first = endpoint.serve("again", pulls={"who": b"first"})
+        waits = Waits(2)
+        second = endpoint.serve("again", pulls={"who": b"second"}, pushes={"bye": waits.bye})
+        first.close()
+        child = os.fork()
+        if child == 0:
+            second.close()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        waits.wait()
+        second.close()
+        with pytest.raises(errors.Timeout, match="no process serves it"):
+            endpoint.connect("again", timeout_s=0.2)
+        return
+    for _ in range(2):
+        with endpoint.connect("again") as client:
+            while bytes(client.pull("who").wait()) != b"second":
+                client.close()
+                client = endpoint.connect("again")
+            client.push("bye", None).wait()
+            client.close()
 
 
 def test_a_server_that_cannot_be_found() -> None:

@@ -278,9 +278,9 @@ fn pair(
     Ok(GroupSpec { id, generation, rank, members, secret, algorithm: None, name })
 }
 
-/// Seconds; what is no duration is a long one.
+/// Seconds, none where it is negative; what no duration can hold is a long one.
 fn duration(seconds: f64) -> Duration {
-    Duration::try_from_secs_f64(seconds).unwrap_or(LONGEST).min(LONGEST)
+    Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(LONGEST).min(LONGEST)
 }
 
 /// A year: nothing waits longer, and it can be added to any time.

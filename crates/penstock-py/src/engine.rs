@@ -380,7 +380,8 @@ pub(crate) fn wait_for(
     ticket: &penstock_engine::Ticket,
     timeout_s: Option<f64>,
 ) -> PyResult<Option<Result<(), Failure>>> {
-    let mut left = timeout_s.map(Duration::from_secs_f64);
+    // A time that is over is none, and what no duration can hold never ends.
+    let mut left = timeout_s.and_then(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).ok());
     let mut result = ticket.result();
     while result.is_none() {
         check_fork(py)?;

@@ -10,11 +10,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import inspect
 import json
 import logging
+import os
 import secrets
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -110,6 +113,7 @@ class Server:
             for each, handler in served.items():
                 self._serve(kind, each, handler)
         self._engine = _acquire(settings, store, rank)
+        self._process = os.getpid()
         self._is_closed = False
         self._closing = threading.Event()
         self._secret = settings.job_secret()
@@ -165,15 +169,18 @@ class Server:
     def close(self, timeout_s: float = 5.0) -> None:
         """End the server: no handler gets another call, clients are told, and what handlers work on is still answered. Blocks
         until all clients have left; those that have not after ``timeout_s`` are cut off. Later calls do nothing."""
-        if self._is_closed:
+        if self._is_closed or self._process != os.getpid():  # a fork has nothing of it
             return
+        if threading.current_thread() in self._threads:
+            raise ConfigError(
+                f"endpoint {self.name}: a handler cannot close its server, which waits for it: close it on another thread"
+            )
         self._is_closed = True
         _alive.discard(self)
         self._closing.set()
         try:
             with contextlib.suppress(StoreError):  # it may have ended before
-                if json.loads(self._keys.get("current"))["turn"] == self._turn:
-                    self._keys.set("current", json.dumps({"turn": self._turn, "contact": None}))
+                self._keys.set(f"{self._turn}/closed", "1")
             until = time.monotonic() + timeout_s
             self._threads[0].join(_JOIN_S)  # no client is accepted any more
             self._core.close(timeout_s).wait()
@@ -198,6 +205,10 @@ class Server:
                 )
             _span(handler, f"what pulls of {name!r} get")  # says now what is wrong with it
             buffer, handler = handler, lambda _: buffer
+        elif inspect.iscoroutinefunction(handler):
+            raise ConfigError(
+                f"the handler of {kind} {name!r} of endpoint {self.name} is a coroutine function: let it call asyncio.run"
+            )
         self._handlers[kind, name] = handler
         self._core.serve(kind, name, True)
 
@@ -219,7 +230,7 @@ class Server:
             call.answer(*_span(reply, f"the reply to {what}"))
         except BaseException as error:
             log.exception("endpoint %s: the handler of %s of %s has failed", self.name, what, call.who)
-            call.fail(f"{type(error).__name__}: {error}")
+            call.fail(_told(error))
 
     def _accept(self) -> None:
         """Look for clients, and connect with them."""
@@ -228,7 +239,8 @@ class Server:
         pending: dict[int, float] = {}
         try:
             while not self._closing.wait(_LOOK_S):
-                count = self._keys.add(f"{self._turn}/clients", 0)
+                # Others may count what they like.
+                count = min(self._keys.add(f"{self._turn}/clients", 0), seen + max(0, _MOST_PENDING - len(pending)))
                 pending.update((number, time.monotonic() + _CONTACT_S) for number in range(seen + 1, count + 1))
                 seen = count
                 for number in [number for number in pending if self._keys.check([f"{self._turn}/client/{number}"])]:
@@ -246,7 +258,7 @@ class Server:
 
     def _connect(self, number: int, drawn: int) -> None:
         key = f"{self._turn}/client/{number}"
-        contact = self._keys.get(key).decode()
+        contact = self._keys.get(key).decode(errors="replace")
         with contextlib.suppress(StoreError):
             self._keys.delete_key(key)
         secret = self._secret or secrets.token_bytes(16)
@@ -260,7 +272,7 @@ class Server:
                 secret=secret,
                 name=f"endpoint {self.name}",
             )
-        except ValueError as error:  # a contact that this version cannot read
+        except (ValueError, PenstockError) as error:  # a contact that this version cannot read, for one
             answer = {"refused": str(error)}
         self._keys.set(f"{self._turn}/answer/{number}", json.dumps(answer))
 
@@ -284,10 +296,11 @@ class Client:
         self._timeout_s = call_timeout_s
         settings = config.read()
         self._engine = _acquire(settings, store, rank)
-        self._is_closed = False
+        self._process = os.getpid()
+        self._is_closed = True
         try:
             with _store_errors(name):
-                contact, answer = self._meet(_keys(store, name), timeout_s)
+                contact, answer = self._meet(_keys(_clone(store), name), timeout_s)
             secret = _secret(name, answer["secret"], settings.job_secret())
             self._core, welcome = _core.EndpointClient.connect(
                 self._engine.core,
@@ -307,7 +320,14 @@ class Client:
         except BaseException:
             self._engine.release()
             raise
+        self._is_closed = False
         _alive.add(self)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_closed", True) and self._process == os.getpid():
+            warnings.warn(
+                f"a client of endpoint {self.name} was not closed", ResourceWarning, source=self, stacklevel=2
+            )
 
     def request(
         self, name: str, data: Any = None, *, into: Any = None, most: int = 1 << 30, timeout_s: float | None = None
@@ -334,7 +354,7 @@ class Client:
     def close(self, timeout_s: float = 5.0) -> None:
         """End the connection. Blocks until the calls have ended; those that have not after ``timeout_s`` fail with
         `penstock.errors.Closed`. Later calls do nothing."""
-        if self._is_closed:
+        if self._is_closed or self._process != os.getpid():  # a fork has nothing of it
             return
         self._is_closed = True
         _alive.discard(self)
@@ -355,6 +375,8 @@ class Client:
         what = f"{kind} {name!r} of endpoint {self.name}"
         if self._is_closed:
             raise Closed(f"{what}: the client is closed")
+        if most < 0:
+            raise ConfigError(f"{what}: most is {most}, and no number of bytes")
         body, length, kept = _span(data, f"the data of {what}")
         place = None
         if into is not None:
@@ -372,7 +394,7 @@ class Client:
             timeout_s=self._timeout_s if timeout_s is None else timeout_s,
             keep=kept,
         )
-        return Work(work, what, into, is_push=kind == "push")
+        return Work(self, work, what, into, is_push=kind == "push")
 
     def _meet(self, keys: Keys, timeout_s: float) -> tuple[str, dict[str, Any]]:
         """The server's contact and its answer, from the store."""
@@ -381,7 +403,7 @@ class Client:
         while True:
             if keys.check(["current"]):
                 current = json.loads(keys.get("current"))
-                if current["contact"] is not None and current["turn"] != turn:
+                if current["turn"] != turn and not keys.check([f"{current['turn']}/closed"]):
                     # The first server, or another in its place.
                     turn, contact = current["turn"], current["contact"]
                     if _node(contact) == _node(self._engine.core.contact()):
@@ -415,7 +437,9 @@ class Client:
 class Work:
     """A call that was made."""
 
-    def __init__(self, core: _core.EndpointWork, what: str, into: Any, *, is_push: bool) -> None:
+    def __init__(self, client: Client, core: _core.EndpointWork, what: str, into: Any, *, is_push: bool) -> None:
+        # Without its client it would end.
+        self._client: Client | None = client
         self._core = core
         self._what = what
         self._into = into
@@ -435,6 +459,7 @@ class Work:
         """
         if not self._core.wait(timeout_s):
             raise TimeoutError_(f"{self._what} has not ended within {timeout_s} s. It goes on: wait again")
+        self._client = None
         if self._is_push:
             return None
         return _array(self._core.reply()) if self._into is None else self._into
@@ -455,16 +480,24 @@ def _span(buffer: Any, what: str, *, is_written: bool = False) -> tuple[int, int
     """Address and length of a buffer, and the object that keeps it."""
     if buffer is None:
         return 0, 0, None
-    if hasattr(buffer, "data_ptr"):
+    if hasattr(buffer, "data_ptr") and hasattr(buffer, "is_contiguous"):
         if buffer.device.type != "cpu" or not buffer.is_contiguous():
             raise ConfigError(f"{what} is a tensor on {buffer.device}, or not contiguous: use .cpu() or .contiguous()")
-        return buffer.data_ptr(), buffer.numel() * buffer.element_size(), buffer
+        if buffer.is_conj() or buffer.is_neg():
+            raise ConfigError(
+                f"{what} is a view that torch has not computed yet: use .resolve_conj() or .resolve_neg()"
+            )
+        # The tensor may get other memory meanwhile (``tensor.data = ...``); its alias keeps this.
+        return buffer.data_ptr(), buffer.numel() * buffer.element_size(), buffer.detach()
     try:
         view = memoryview(buffer)
-    except TypeError:
+    except (TypeError, ValueError):
         raise ConfigError(
-            f"{what} must be a tensor, an array or another buffer, and not a {type(buffer).__name__}"
+            f"{what} must be a tensor, or an array or another buffer of plain numbers (.view(numpy.uint8) makes one), and not a "
+            f"{type(buffer).__name__}"
         ) from None
+    if "O" in view.format:
+        raise ConfigError(f"{what} holds Python objects, which mean nothing elsewhere: pickle them")
     if not view.c_contiguous or (is_written and view.readonly):
         raise ConfigError(f"{what} is not contiguous, or cannot be written to")
     if view.nbytes == 0:
@@ -525,7 +558,11 @@ def _secret(name: str, sent: str | None, own: bytes | None) -> bytes:
 
 
 def _check_name(name: str) -> None:
-    if not isinstance(name, str) or not name or len(name.encode()) > _LONGEST_NAME:
+    try:
+        is_good = isinstance(name, str) and 0 < len(name.encode()) <= _LONGEST_NAME
+    except UnicodeEncodeError:
+        is_good = False
+    if not is_good:
         raise ConfigError(f"a name is a text of 1 to {_LONGEST_NAME} bytes, and not {name!r}")
 
 
@@ -537,6 +574,15 @@ def _described(contact: str) -> str:
     """A process, for messages."""
     fields = contact.split(" ")
     return f"rank {fields[2]}, {fields[5].split(',')[0]} on {fields[3]}"
+
+
+def _told(error: BaseException) -> str:
+    """An exception as a text that can be sent, whatever is in it."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _register() -> None:
@@ -554,6 +600,8 @@ def _close_all() -> None:
 
 
 _alive: weakref.WeakSet[Server | Client] = weakref.WeakSet()
+# A fork has none of them, and ends none.
+os.register_at_fork(after_in_child=_alive.clear)
 _is_registered = False
 # How often a server looks for clients, and a client for an answer: they wait for 25 ms on average. A look costs the store some
 # 26 us (measured, over loopback).
@@ -561,6 +609,8 @@ _LOOK_S = 0.05
 _SHORTEST_PAUSE_S = 0.001
 # How long a client may take between two writes to the store. A guess: a process that is stopped for longer has other troubles.
 _CONTACT_S = 5.0
+# Clients whose contact is looked for at a time.
+_MOST_PENDING = 1024
 # How long the end waits for a thread that has been told.
 _JOIN_S = 0.5
 _AT_EXIT_S = 2.0

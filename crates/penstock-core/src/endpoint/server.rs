@@ -374,6 +374,10 @@ impl Server {
         let Some(called) = self.call(client, id) else { return Ok(()) };
         match &mut called.stage {
             Stage::Runs { is_withdrawn } => *is_withdrawn = true,
+            // Each would be confirmed, without end.
+            Stage::Arrives { ends: Some((Outcome::Cancelled, _)) } => {
+                return Err(Fault("a call that is withdrawn twice"));
+            }
             stage => {
                 // The client has not sent its body, or could not have withdrawn it. What it sends in its place must not overtake this.
                 let is_promised = matches!(stage, Stage::Arrives { .. }) && called.body > INLINE;

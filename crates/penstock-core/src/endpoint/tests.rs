@@ -607,3 +607,30 @@ fn a_defective_server_is_a_fault() {
         assert!(client.record(Lane::Usual, last.clone()).is_err(), "{wrong:?}");
     }
 }
+
+/// A call may be withdrawn once: a client that repeats it would be answered each time.
+#[test]
+fn withdrawn_twice() {
+    let mut server = Server::new(LIMITS);
+    server.serve(Kind::Push, "w");
+    server.connected(0);
+    let call = Record::Call {
+        id: 0,
+        slot: 0,
+        kind: Kind::Push,
+        name: "w".into(),
+        body: 50_000,
+        room: 0,
+        exact: false,
+        priority: Priority::USUAL,
+    };
+    let mut said = |record| {
+        server.record(0, Lane::of_call(0), record);
+        std::iter::from_fn(|| server.poll()).collect::<Vec<_>>()
+    };
+    said(call);
+    let once = said(Record::Cancel { id: 0 });
+    assert!(once.iter().any(|action| matches!(action, ServerAction::Say { record: Record::Withdrawn { id: 0 }, .. })), "{once:?}");
+    let twice = said(Record::Cancel { id: 0 });
+    assert!(matches!(twice[..], [ServerAction::Break { client: 0, .. }]), "{twice:?}");
+}

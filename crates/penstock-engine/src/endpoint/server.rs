@@ -105,6 +105,7 @@ impl Server {
         let driver = Driver {
             name: name.into(),
             machine: endpoint::Server::new(limits),
+            most_said: 1024 + 8 * limits.calls as usize,
             clients: BTreeMap::new(),
             next_client: 0,
             takers: VecDeque::new(),
@@ -240,6 +241,8 @@ impl Drop for Asked {
 struct Driver {
     name: Arc<str>,
     machine: endpoint::Server,
+    /// A client that leaves more records unread is cut off: each is kept until it is taken.
+    most_said: usize,
     clients: BTreeMap<u32, Connected>,
     next_client: u32,
     /// Handlers that wait for a call.
@@ -381,6 +384,9 @@ impl Driver {
             Err(fault) => self.machine.break_off(client, fault),
             Ok(record) => {
                 let is_last = record == Record::Bye;
+                if self.clients[&client].link.saying > self.most_said {
+                    return self.machine.break_off(client, Fault("calls, without reading what is said to them"));
+                }
                 self.machine.record(client, lane, record);
                 if !is_last {
                     self.hear(client, lane);
