@@ -630,7 +630,10 @@ fn withdrawn_twice() {
     };
     said(call);
     let once = said(Record::Cancel { id: 0 });
-    assert!(once.iter().any(|action| matches!(action, ServerAction::Say { record: Record::Withdrawn { id: 0 }, .. })), "{once:?}");
+    assert!(
+        once.iter().any(|action| matches!(action, ServerAction::Say { record: Record::Withdrawn { id: 0 }, .. })),
+        "{once:?}"
+    );
     let twice = said(Record::Cancel { id: 0 });
     assert!(matches!(twice[..], [ServerAction::Break { client: 0, .. }]), "{twice:?}");
 }
