@@ -998,12 +998,12 @@ def _attach_without_a_store() -> None:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     attach = jobs.attach
 
-    def attach_late(*args: Any) -> Any:
+    def attach_late(*args: Any, **more: Any) -> Any:
         ranks.note("attaching")
         with pytest.raises(dist.DistError):
             while True:
                 store.add("alive", 0)
-        return attach(*args)
+        return attach(*args, **more)
 
     jobs.attach = attach_late
     _init()

@@ -140,7 +140,7 @@ impl Client {
             is_cut_off: false,
             closing: None,
         };
-        std::thread::Builder::new().name("penstock-client".into()).spawn(move || driver.run(&inputs)).map_err(
+        std::thread::Builder::new().name("penstock-client".into()).spawn(move || driver.run(inputs)).map_err(
             |error| {
                 group.leave();
                 Failure::of_call(FailureKind::Config, format!("cannot start a thread: {error}."))
@@ -231,7 +231,7 @@ struct Driver {
 }
 
 impl Driver {
-    fn run(&mut self, inputs: &mpsc::Receiver<Input>) {
+    fn run(&mut self, inputs: mpsc::Receiver<Input>) {
         loop {
             let input = match self.deadline() {
                 Some(by) => inputs.recv_timeout(by.saturating_duration_since(Instant::now())),
@@ -246,8 +246,21 @@ impl Driver {
             self.carry_out();
             if self.closing.is_some() && self.machine.is_over() && !self.is_leaving {
                 let (_, tickets) = self.closing.take().expect("just seen");
-                tickets.iter().for_each(|ticket| ticket.complete(Ok(())));
-                return;
+                return self.hang_up(inputs, &tickets);
+            }
+        }
+    }
+
+    /// The connection has ended. Whoever has been told so finds that calls are refused.
+    fn hang_up(&self, inputs: mpsc::Receiver<Input>, closing: &[Ticket]) {
+        let late: Vec<Input> = inputs.try_iter().collect();
+        drop(inputs);
+        closing.iter().for_each(|ticket| ticket.complete(Ok(())));
+        for input in late {
+            match input {
+                Input::Ask(made) => made.promise.complete(Err(made.failure(&self.server, Ended::Closed, ""))),
+                Input::Close(_, ticket) => ticket.complete(Ok(())),
+                _ => {}
             }
         }
     }
