@@ -273,6 +273,8 @@ impl Server {
     /// Takes a datagram that came from `from`. Returns the SeqNum that it committed, if it did.
     pub fn handle_packet(&mut self, now: Time, from: Endpoint, bytes: &[u8]) -> Result<Option<Serial>, Refusal> {
         let outcome = decode(bytes).map_err(Refusal::from).and_then(|packet| self.handle(now, from, &packet));
+        let risen = self.rise_those(now);
+        let outcome = outcome.map(|committed| committed.or(risen));
         if let Err(refusal) = outcome {
             self.refused[refusal.index()] += 1;
         }
@@ -289,6 +291,7 @@ impl Server {
     pub fn handle_timeout(&mut self, now: Time) {
         if self.losses.rename_at.is_some_and(|at| at <= now) {
             self.name_again(now);
+            self.rise_those(now);
         }
         if now < self.beats.at {
             return;

@@ -259,6 +259,13 @@ fn a_late_worker() {
     }
 }
 
+/// A rack dies, then the aggregator above it with the rack's sum, which the server had sent there: it goes to the server's table for
+/// that one, though no worker pushes again. (It did not, and the run was stuck.)
+#[test]
+fn a_sum_that_was_sent_to_a_dead_aggregator() {
+    check(&Scenario::draw(2860));
+}
+
 /// Racks of 32 workers below rows of 32 racks, on links of 240 Mbit/s, on which a full block takes 0.3 ms, with the default window
 /// and the default time-outs. Only heartbeats are rarer than real ones.
 fn thousands(workers: usize, blocks: u32) -> Scenario {

@@ -36,6 +36,8 @@ pub(super) struct Paths {
     hops: Vec<Standing>,
     /// Sums (and, without a SeqNum, heartbeats) of tables whose parents live, to be sent to these.
     detours: VecDeque<(usize, Option<Serial>)>,
+    /// Sums of tables that go up again, to the server itself or to its table for the node above.
+    again: Vec<(usize, Serial)>,
 }
 
 /// What the server does for an aggregator.
@@ -66,7 +68,12 @@ impl Paths {
             };
             Standing { table: Table::new(tenant, Shard::WHOLE), lost: 0, is_bypassed: false }
         };
-        Paths { number: 0, hops: (1..hops.list.len()).map(standing).collect(), detours: VecDeque::new() }
+        Paths {
+            number: 0,
+            hops: (1..hops.list.len()).map(standing).collect(),
+            detours: VecDeque::new(),
+            again: Vec::new(),
+        }
     }
 
     fn of(&self, hop: usize) -> &Standing {
@@ -232,12 +239,27 @@ impl Server {
         Ok(None)
     }
 
-    /// The sum of a table did not reach the server, so it is sent once more to the node above the aggregator, if that lives.
+    /// The sum of a table did not reach the server, so it goes up once more: the node above may have lost it, or have died with it.
     pub(super) fn rise_again(&mut self, hop: usize, seq: Serial) {
         let (parent, _) = self.hops.list[hop].parent;
         if parent != ROOT && !self.is_bypassed(parent) {
             self.add_detour(hop, Some(seq));
+        } else if !self.paths.again.contains(&(hop, seq)) {
+            self.paths.again.push((hop, seq));
         }
+    }
+
+    /// Passes on the sums that are to go up again. Returns the SeqNum that this committed, if it did.
+    pub(super) fn rise_those(&mut self, now: Time) -> Option<Serial> {
+        let mut committed = None;
+        for (hop, seq) in std::mem::take(&mut self.paths.again) {
+            // It may have been committed since.
+            if self.check_window(seq).is_ok() && self.table(hop).sum_of(seq, self.rules).is_some() {
+                // A refusal means that it is there already.
+                committed = self.rise(now, hop, Some(seq)).ok().flatten().or(committed);
+            }
+        }
+        committed
     }
 
     fn add_detour(&mut self, hop: usize, seq: Option<Serial>) {
