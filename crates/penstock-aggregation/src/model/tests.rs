@@ -4,7 +4,7 @@ use super::*;
 #[test]
 fn every_interleaving() {
     holds(scope(Story::Plain, 3, 1), 1_900_000);
-    holds(scope(Story::Epochs, 1, 1), 600_000);
+    holds(scope(Story::Epochs, 1, 1), 550_000);
     holds(scope(Story::Cut, 2, 0), 80_000);
 }
 
