@@ -222,14 +222,9 @@ impl Table {
         }
     }
 
-    /// Reserves the memory for blocks.
+    /// Reserves the memory for blocks, if it has none.
     pub(crate) fn reserve(&mut self) {
         self.memory.resize(self.tenant.memory_bytes(self.slots.len()), 0);
-    }
-
-    /// Whether it has memory for blocks.
-    pub(crate) fn is_reserved(&self) -> bool {
-        !self.memory.is_empty()
     }
 
     /// Forgets all blocks and frees their memory. What children have said of Ack and Credit stays.

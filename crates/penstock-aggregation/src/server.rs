@@ -47,7 +47,7 @@ pub struct ServerConfig {
     /// Each worker's own address, by number.
     pub workers: Vec<Endpoint>,
     /// For how many dead aggregators the server stands in at once, besides those that add no floats. Each costs
-    /// `window * (children + 1) * block_bytes`, while it is bypassed. The children of one more wait until another is back.
+    /// `window * (children + 1) * block_bytes`, while it is bypassed. One more is not bypassed until another is back.
     pub stand_ins: usize,
     /// How often Ack and Credit are sent while blocks are in flight. The loss of the last packets of a burst is noticed after
     /// this time.
@@ -297,6 +297,7 @@ impl Server {
             return;
         }
         self.beats.count = self.beats.count.wrapping_add(1);
+        self.forget_lost(now);
         self.heartbeat();
         let is_repeated = self.beats.last.1 < BEATS;
         let busy = is_repeated

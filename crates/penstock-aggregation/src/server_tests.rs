@@ -387,16 +387,52 @@ fn a_switch_goes_with_its_rack() {
     assert_eq!(server.bypassed().count(), 0);
 }
 
-/// The server stands in for as many as it has places for. One that is not bypassed any more gives its place back.
+/// The server stands in for as many as it has places for, the upper ones first, and bypasses no other that adds floats: its children go
+/// on pushing to it. One that is not bypassed any more gives its place back.
 #[test]
 fn places() {
+    const OTHER: Endpoint = Endpoint(12);
     let mut server = Server::new(Time(0), row(true));
+    let bypassed = |server: &Server| server.bypassed().collect::<Vec<_>>();
     beat(&mut server, Endpoint(0), FLAG_LOST);
-    beat(&mut server, Endpoint(2), FLAG_LOST);
+    assert_eq!(bypassed(&server), [RACK]);
     assert_eq!(push_with(&mut server, Endpoint(0), FLAG_LOST, 0, 1.0), Ok(None));
-    assert_eq!(push_with(&mut server, Endpoint(2), FLAG_LOST, 0, 1.0), Err(Refusal::Place));
-    beat(&mut server, Endpoint(0), 0);
+    // Both racks seem dead, so perhaps the row is. The racks hear from the server now, and worker 0 from its rack; worker 2 does not.
+    beat(&mut server, Endpoint(2), FLAG_LOST);
+    assert_eq!(bypassed(&server), [ROW]);
+    assert_eq!(push_with(&mut server, Endpoint(0), 0, 0, 1.0), Err(Refusal::Place));
+    beat(&mut server, Endpoint(2), FLAG_LOST);
+    assert_eq!(bypassed(&server), [ROW]);
+    beat(&mut server, RACK, 0);
+    // The row lives: the other rack is the dead one, and gets the place.
+    assert_eq!(bypassed(&server), [OTHER]);
     assert_eq!(push_with(&mut server, Endpoint(2), FLAG_LOST, 0, 1.0), Ok(None));
+    // It is back.
+    beat(&mut server, Endpoint(2), 0);
+    assert_eq!(bypassed(&server), []);
+    assert_eq!(push_with(&mut server, Endpoint(2), 0, 0, 1.0), Err(Refusal::Place));
+}
+
+/// A node below an aggregator that has no place, and that hears it again, tells only that one: after a while the server takes it for
+/// found, and gives it no place later.
+#[test]
+fn lost_without_a_place() {
+    let mut server = Server::new(Time(0), ServerConfig { stand_ins: 0, ..row(true) });
+    let mut now = Time(0);
+    for is_said in [true, false] {
+        for _ in 0..40 {
+            if is_said {
+                beat(&mut server, Endpoint(0), FLAG_LOST);
+            }
+            now = server.poll_timeout();
+            server.handle_timeout(now);
+        }
+        assert_eq!(server.bypassed().count(), 0);
+        server.config.stand_ins = usize::from(!is_said);
+    }
+    beat(&mut server, Endpoint(2), FLAG_LOST);
+    assert_eq!(server.bypassed().collect::<Vec<_>>(), [Endpoint(12)]);
+    assert!(now > Time(0));
 }
 
 /// FULL blocks past an aggregator that adds no floats: the server adds them for it, and the sum counts as its own.

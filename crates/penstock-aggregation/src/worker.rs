@@ -20,7 +20,7 @@ use super::packet::{FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, de
 use super::path::Path as WayUp;
 use super::rules::{Refusal, Rule, Rules};
 use super::{Endpoint, Key, Serial};
-use penstock_types::{SECOND, Time};
+use penstock_types::Time;
 use std::collections::VecDeque;
 
 /// A worker's configuration.
@@ -461,6 +461,7 @@ impl Worker {
             }
             if self.way.is_direct != before {
                 self.congestion.on_new_path();
+                self.trust_anew(now);
             }
         }
     }
@@ -573,22 +574,6 @@ impl Worker {
         }
     }
 
-    /// Decides whether the aggregator above can be trusted.
-    fn judge_path(&mut self, now: Time) {
-        if self.config.parent == self.config.server {
-            return;
-        }
-        let Timing { path_dead_after, stall_after, .. } = self.config.timing;
-        // Two workers may each wait for a block of the other one, which an aggregator loses again and again.
-        let is_in_vain = std::mem::take(&mut self.clock.path.is_in_vain);
-        let stalled = is_in_vain || (self.next != self.received && now.since(self.clock.progress_at) > stall_after);
-        if stalled && !self.way.is_direct && now >= self.clock.path.distrust_until {
-            self.clock.path.distrust_until = now.plus((stall_after << self.clock.path.stalls).min(MAX_DISTRUST));
-            self.clock.path.stalls = (self.clock.path.stalls + 1).min(MAX_BACKOFF);
-        }
-        self.lost = now.since(self.clock.parent_heard) > path_dead_after || now < self.clock.path.distrust_until;
-    }
-
     /// Whether all results are here, and for long the server has not heard that of all workers. What goes up through the aggregator
     /// may be lost, this worker's Ack with it, though packets come down: nothing is in flight that would show that. Then every second
     /// heartbeat goes to the server itself. (Not all of them: from an aggregator that works, one Ack comes instead of many.)
@@ -660,8 +645,6 @@ const ASK_ABOVE: u8 = 3;
 /// A block that was pushed again this often, for [`Timing::stall_after`] at least, is not lost by chance: where a fifth of all packets
 /// is lost, one block in 400,000 is.
 const MOST_REPEATS: u8 = 8;
-/// An aggregator that stalled is tried again after a minute at the latest.
-const MAX_DISTRUST: u64 = 60 * SECOND;
 
 #[cfg(test)]
 impl Worker {

@@ -1,5 +1,5 @@
 use super::*;
-use penstock_types::MILLISECOND;
+use penstock_types::{MILLISECOND, SECOND};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
@@ -313,6 +313,34 @@ fn a_lost_path() {
     assert!(!worker.is_direct());
     assert!(!worker.server_is_lost(now));
     assert!(worker.server_is_lost(now.plus(5 * SECOND)));
+}
+
+/// Nothing moves, whichever way blocks go, and packets come down both ways. A path that is back is blamed again only after it has had
+/// its time: a second, after one and two seconds without trust.
+#[test]
+fn a_path_that_is_back() {
+    let mut worker = worker(2);
+    worker.post(Route::Tree);
+    let (mut blamed, mut number) = (Vec::new(), 0);
+    for now in (0..8 * SECOND).step_by(10 * MILLISECOND as usize).map(Time) {
+        // The server follows what the worker says.
+        number += u64::from(worker.lost != worker.is_direct());
+        let beat = |is_bypass| down(Kind::HeartbeatDown, 0, 0, 1, crate::path::state(number, is_bypass));
+        if worker.lost {
+            worker.handle_packet(now, SERVER, &beat(true)).unwrap();
+        }
+        worker.handle_packet(now, PARENT, &beat(false)).unwrap();
+        assert_eq!(worker.is_direct(), worker.lost);
+        let before = worker.stalls();
+        worker.handle_timeout(now);
+        sent(&mut worker, now);
+        if worker.stalls() != before {
+            blamed.push(now.0 / MILLISECOND);
+        }
+    }
+    let [first, second, third] = blamed[..] else { panic!("{blamed:?}") };
+    assert!((1000..1100).contains(&first) && (2000..2200).contains(&(second - first)), "{blamed:?}");
+    assert!((3000..3200).contains(&(third - second)), "{blamed:?}");
 }
 
 /// An aggregator loses one of this worker's blocks whenever it comes, while another worker's block is missing, too, and is waited for:

@@ -5,7 +5,7 @@ use super::*;
 fn every_interleaving() {
     holds(scope(Story::Plain, 3, 1), 1_900_000);
     holds(scope(Story::Epochs, 1, 1), 550_000);
-    holds(scope(Story::Cut, 2, 0), 80_000);
+    holds(scope(Story::Cut, 2, 0), 70_000);
 }
 
 /// Nor do two faults together, of the kinds that leave few enough states.

@@ -46,6 +46,8 @@ struct Standing {
     table: Table,
     /// Children that hear nothing from the aggregator, a bit for each.
     lost: u64,
+    /// Those that have said so lately ([`SAID_AGAIN`]).
+    said: u64,
     is_bypassed: bool,
 }
 
@@ -66,7 +68,7 @@ impl Paths {
                 name: hops.kid(hop.parent).name,
                 children: hop.kids.iter().map(|kid| Child { endpoint: kid.endpoint, workers: kid.name }).collect(),
             };
-            Standing { table: Table::new(tenant, Shard::WHOLE), lost: 0, is_bypassed: false }
+            Standing { table: Table::new(tenant, Shard::WHOLE), lost: 0, said: 0, is_bypassed: false }
         };
         Paths {
             number: 0,
@@ -88,7 +90,7 @@ impl Paths {
     pub(super) fn digest(&self, state: &mut impl std::hash::Hasher) {
         use std::hash::Hash;
         self.number.hash(state);
-        for Standing { table, lost, is_bypassed } in &self.hops {
+        for Standing { table, lost, is_bypassed, .. } in &self.hops {
             (lost, is_bypassed).hash(state);
             table.digest(state);
         }
@@ -134,18 +136,23 @@ impl Server {
         if hop == ROOT {
             return;
         }
-        let lost = &mut self.paths.of_mut(hop).lost;
-        let before = std::mem::replace(lost, *lost & !(1 << child) | u64::from(is_lost) << child);
-        if self.paths.of(hop).lost == before {
-            return;
+        let standing = self.paths.of_mut(hop);
+        let bit = u64::from(is_lost) << child;
+        standing.said |= bit;
+        let lost = standing.lost & !(1 << child) | bit;
+        if std::mem::replace(&mut standing.lost, lost) != lost {
+            self.settle_paths(now);
         }
+    }
+
+    /// Bypasses those that are to be bypassed, and no others.
+    fn settle_paths(&mut self, now: Time) {
         let bypassed = self.judge_paths();
         if (1..bypassed.len()).all(|hop| self.is_bypassed(hop) == bypassed[hop]) {
             return;
         }
         for (standing, is_bypassed) in self.paths.hops.iter_mut().zip(&bypassed[1..]) {
             if standing.is_bypassed && !is_bypassed {
-                standing.lost = 0;
                 standing.table.release();
             }
             standing.is_bypassed = *is_bypassed;
@@ -155,33 +162,84 @@ impl Server {
         self.beats.at = now.plus(self.config.heartbeat_every);
     }
 
-    /// By hop: whether the aggregator is to be bypassed, as far as its children have said what they hear.
+    /// By hop: whether the aggregator is to be bypassed, as far as its children have said what they hear, and there are places.
     fn judge_paths(&mut self) -> Vec<bool> {
-        let mut bypassed = vec![false; self.hops.list.len()];
+        let count = self.hops.list.len();
+        let (mut dead, mut gone, mut unheard) = (vec![false; count], vec![false; count], vec![false; count]);
         // Those below come first: each has a larger number.
-        for number in (1..self.hops.list.len()).rev() {
+        for number in (1..count).rev() {
             let hop = &self.hops.list[number];
-            let (mut nodes, mut gone) = (0u64, 0u64);
+            let (mut nodes, mut below) = (0u64, 0u64);
             for (child, kid) in hop.kids.iter().enumerate() {
                 nodes |= u64::from(kid.hop.is_some()) << child;
-                gone |= u64::from(kid.hop.is_some_and(|below| bypassed[below])) << child;
+                below |= u64::from(kid.hop.is_some_and(|hop| gone[hop])) << child;
             }
             let all = u64::MAX >> (64 - hop.kids.len());
-            let standing = self.paths.of_mut(number);
+            let Standing { lost, is_bypassed, .. } = *self.paths.of(number);
             // No child is left that could hear it. Later each says by itself whether it does.
-            if !standing.is_bypassed && nodes != 0 && (standing.lost | gone) == all {
-                standing.lost = all;
-            }
+            unheard[number] = !is_bypassed && nodes != 0 && (lost | below) == all;
             // Whether a child that is bypassed itself hears it is not known, unless no child does.
-            let is_dead = standing.lost == all || standing.lost & !gone != 0;
-            bypassed[number] = is_dead || (!hop.is_full && gone != 0);
+            dead[number] = unheard[number] || lost == all || lost & !below != 0;
+            gone[number] = dead[number] || (!hop.is_full && below != 0);
         }
-        // An aggregator that does not follow its parent's bypass is bypassed with it.
-        for number in 1..self.hops.list.len() {
+        let mut bypassed = self.places_for(&dead);
+        // An aggregator that takes nothing from the server is bypassed with any child, and does not follow its parent's bypass.
+        for number in (1..count).rev() {
+            let hop = &self.hops.list[number];
+            bypassed[number] |= !hop.is_full && hop.kids.iter().any(|kid| kid.hop.is_some_and(|below| bypassed[below]));
+        }
+        for number in 1..count {
             let hop = &self.hops.list[number];
             bypassed[number] |= !hop.is_full && bypassed[hop.parent.0];
         }
+        for number in 1..count {
+            let hop = &self.hops.list[number];
+            let standing = self.paths.of_mut(number);
+            if bypassed[number] && !standing.is_bypassed && unheard[number] {
+                standing.lost = u64::MAX >> (64 - hop.kids.len());
+            } else if !bypassed[number] && standing.is_bypassed && !dead[number] {
+                standing.lost = 0;
+            }
+        }
         bypassed
+    }
+
+    /// Those of the dead aggregators for which the server has places. The upper ones come first: when a row's aggregator dies, all
+    /// racks below it seem dead, and come back as soon as they hear the server. One without a place is not bypassed: its children
+    /// still push to it, since it may live, and each that is lost says so with every heartbeat.
+    fn places_for(&self, dead: &[bool]) -> Vec<bool> {
+        let hops = &self.hops.list;
+        let mut depths = vec![0; hops.len()];
+        (1..hops.len()).for_each(|hop| depths[hop] = 1 + depths[hops[hop].parent.0]);
+        let mut wanted: Vec<usize> = (1..hops.len()).filter(|hop| dead[*hop]).collect();
+        wanted.sort_by_key(|hop| depths[*hop]);
+        let mut places = self.config.stand_ins;
+        let mut bypassed = vec![false; hops.len()];
+        for hop in wanted {
+            let is_counted = hops[hop].is_full;
+            bypassed[hop] = !is_counted || places > 0;
+            places -= usize::from(is_counted && places > 0);
+        }
+        bypassed
+    }
+
+    /// Forgets that nodes below aggregators without a place were lost, if they have not said so again: one that hears its aggregator
+    /// again tells nobody else.
+    pub(super) fn forget_lost(&mut self, now: Time) {
+        if !self.beats.count.is_multiple_of(SAID_AGAIN) {
+            return;
+        }
+        let mut is_changed = false;
+        for (standing, hop) in self.paths.hops.iter_mut().zip(&self.hops.list[1..]) {
+            let said = std::mem::take(&mut standing.said);
+            if hop.is_full && !standing.is_bypassed {
+                is_changed |= standing.lost & !said != 0;
+                standing.lost &= said;
+            }
+        }
+        if is_changed {
+            self.settle_paths(now);
+        }
     }
 
     /// Handles a child's packet as the aggregator above it would. Returns the SeqNum that it committed, if it did.
@@ -197,14 +255,7 @@ impl Server {
             if !self.is_bypassed(hop) && !is_past {
                 return Err(Refusal::Place);
             }
-            if !self.table(hop).is_reserved() {
-                let is_counted = |hop: &usize| self.hops.list[*hop].is_full && self.table(*hop).is_reserved();
-                let taken = (1..self.hops.list.len()).filter(is_counted).count();
-                if self.hops.list[hop].is_full && taken >= self.config.stand_ins {
-                    return Err(Refusal::Place);
-                }
-                self.paths.of_mut(hop).table.reserve();
-            }
+            self.paths.of_mut(hop).table.reserve();
         }
         let rules = self.rules;
         match self.paths.of_mut(hop).table.take(child, packet, rules)? {
@@ -291,3 +342,6 @@ impl Server {
         Some(Transmit { to, header: header.encode(payload, self.config.key.as_ref()), payload })
     }
 }
+
+/// In so many heartbeats of the server a lost node says again that it is lost.
+const SAID_AGAIN: u32 = 16;
