@@ -168,7 +168,11 @@ class Server:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the server: no handler gets another call, clients are told, and what handlers work on is still answered. Blocks
-        until all clients have left; those that have not after ``timeout_s`` are cut off. Later calls do nothing."""
+        until all clients have left; those that have not after ``timeout_s`` are cut off. Later calls do nothing.
+
+        Raises:
+            penstock.errors.Config: a handler has called it, for which it would wait.
+        """
         if self._is_closed or self._process != os.getpid():  # a fork has nothing of it
             return
         if threading.current_thread() in self._threads:

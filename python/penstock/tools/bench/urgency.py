@@ -1,8 +1,8 @@
 """``penstock bench urgency``: how long a small all-reduce takes while bulk is on its way, with and without `penstock.priority`.
 
 Four cases: the bulk is of the same ranks; of neighbours, on the same two hosts; comes from a third host to one of both ranks; or
-it is of the same ranks, and both go through an aggregator. The target is the time alone and 5 ms, or 10 ms where the bulk is
-another rank's or goes through aggregators.
+it is of the same ranks, and both go through an aggregator, on links where nothing caps a flow. The target is the time alone and
+5 ms, or 10 ms where the bulk is another rank's or goes through aggregators.
 """
 
 from __future__ import annotations
