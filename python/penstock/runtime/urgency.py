@@ -20,7 +20,7 @@ class Urgency:
     """The operations that a thread has started in a block of `priority`, and how urgent they are."""
 
     def __init__(self, number: int) -> None:
-        self._number = _checked(number)
+        self._number = checked(number)
         # A signal handler may change what its thread is about to add.
         self._lock = threading.RLock()
         self._running: list[tuple[Group, Ticket]] = []
@@ -39,7 +39,7 @@ class Urgency:
         Raises:
             penstock.errors.Config: it is no whole number from 0 to 255.
         """
-        number = _checked(number)
+        number = checked(number)
         with self._lock:
             self._number = number
             for group, ticket in self._running:
@@ -90,7 +90,12 @@ def engine_priority(number: int) -> int:
     return number - USUAL
 
 
-def _checked(number: int) -> int:
+def checked(number: int) -> int:
+    """The number, if it is a priority.
+
+    Raises:
+        penstock.errors.Config: it is no whole number from 0 to 255.
+    """
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= _LEAST:
         raise Config(f"a priority is a whole number from 0 (the most urgent) to {_LEAST}, not {number!r}")
     return number
