@@ -64,8 +64,8 @@ def priority(number: int) -> Iterator[Urgency]:
     Of all frames that can leave this rank now, those of the most urgent operation leave first; to one rank and of one priority,
     those that were queued first. Between hosts, operations with less than 128 have a stream that the others leave free.
     Priorities change when bytes travel, never what they become. Each rank sends by its own, so ranks should agree. A batch
-    (`torch.distributed.batch_isend_irecv`) takes each call's. What goes through aggregators keeps its order within a group. What
-    a front starts has none.
+    (`torch.distributed.batch_isend_irecv`) takes each call's. What goes through aggregators keeps its order within a group. A
+    `GradientReducer` has a priority of its own; Horovod's and JAX's operations have none.
 
     The block's value changes the priority of what the block has started (`Urgency.change`).
 
