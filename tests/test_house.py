@@ -464,17 +464,18 @@ FOR_ALL = {"_core", "errors", "extras", "renamed"}
 PYTHON_MAY_USE = {
     "cluster": set(),
     "runtime": {"cluster"},
+    "planning": {"cluster"},
     "reports": set(),
     "torch": {"runtime"},
     "training": {"runtime", "torch"},
     "fronts": {"runtime", "torch", "training"},
     "workloads": {"torch"},
-    "tools": {"cluster", "runtime", "reports", "torch", "training", "workloads"},
+    "tools": {"cluster", "planning", "runtime", "reports", "torch", "training", "workloads"},
 }
 # What is no room: the command line, and the module that users import from the room `torch`, which names what is in `training`.
 BESIDE_ROOMS = {"cli": {"tools"}, "torch/__init__": {"runtime", "training"}}
 # Rooms that must not need torch: fronts of other frameworks and daemons use them.
-WITHOUT_TORCH = ["cluster", "reports", "runtime"]
+WITHOUT_TORCH = ["cluster", "planning", "reports", "runtime"]
 # What users import, by the names that they use; they define nothing. `penstock.torch` does, and names what is in `training`.
 FACADES = {"__init__", "__main__", "elastic", "endpoint", "horovod", "jax", "optim", "tensorflow", "testbed", "tune"}
 
@@ -673,7 +674,7 @@ def test_unknown_verb_suggests_one() -> None:
     near, far = runner.invoke(cli.main, ["dmeo"]), runner.invoke(cli.main, ["xyzzy"])
     assert near.exit_code == far.exit_code == 2
     assert "Did you mean 'demo'?" in near.output
-    assert "aggregator, bench, convert, demo, doctor, flight, info, run, server, simulate, testbed, tune" in far.output
+    assert "aggregator, bench, convert, demo, doctor, flight, info, plan, run, server, simulate, testbed, tune" in far.output
 
 
 def test_one_version_everywhere(root: pathlib.Path) -> None:

@@ -51,6 +51,7 @@ VERBS = {
     "doctor": "Check reachability, rate, MTU and limits between ranks.",
     "flight": "Tell what the ranks were doing when something went wrong.",
     "info": "List versions and every setting: value, origin and meaning.",
+    "plan": "Choose servers' parts of a model, and where gradients are summed.",
     "run": "Convert a training script in memory, and start it with torchrun.",
     "server": "Commit sums and return them: the end of in-network aggregation.",
     "simulate": "Run the shipped protocol in virtual time, with seeded faults.",
