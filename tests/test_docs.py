@@ -204,7 +204,10 @@ RUN_BY = {
     "test_testbed.py::test_a_rank_that_fails_decides_the_exit_code": [
         "penstock testbed run -n 2 --hosts 2 --rate 1000 --flow 200 -- python train.py",
     ],
-    "test_planning.py::test_the_command": ["penstock plan cluster.yaml", "penstock plan cluster.yaml -o deployment.yaml"],
+    "test_planning.py::test_the_command": [
+        "penstock plan cluster.yaml",
+        "penstock plan cluster.yaml -o deployment.yaml",
+    ],
     "test_testbed.py::test_a_testbed_stays_up_until_it_is_taken_down": [
         "penstock testbed up --name lab --hosts 4 --flow 60,300 --delay 10",
         "penstock testbed run --name lab -- python train.py",

@@ -674,7 +674,10 @@ def test_unknown_verb_suggests_one() -> None:
     near, far = runner.invoke(cli.main, ["dmeo"]), runner.invoke(cli.main, ["xyzzy"])
     assert near.exit_code == far.exit_code == 2
     assert "Did you mean 'demo'?" in near.output
-    assert "aggregator, bench, convert, demo, doctor, flight, info, plan, run, server, simulate, testbed, tune" in far.output
+    assert (
+        "aggregator, bench, convert, demo, doctor, flight, info, plan, run, server, simulate, testbed, tune"
+        in far.output
+    )
 
 
 def test_one_version_everywhere(root: pathlib.Path) -> None:

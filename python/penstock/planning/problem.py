@@ -37,6 +37,8 @@ class Problem:
             raise cluster.wrong("links", "are needed for a plan: without them nothing is known of the network")
         if not cluster.servers:
             raise cluster.wrong("servers", "are needed for a plan: name a host that runs one")
+        if len(job.workers) < 2:
+            raise cluster.wrong(f"jobs.{job.name}.workers", "is one rank, which has nothing to sum with others")
         self.cluster, self.job = cluster, job
         self.servers = tuple(server.name for server in cluster.servers)
         self.aggregators = tuple(aggregator.name for aggregator in cluster.aggregators)

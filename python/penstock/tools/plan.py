@@ -36,7 +36,7 @@ class Row:
 @click.argument("cluster_path", metavar="CLUSTER", type=click.Path(dir_okay=False))
 @click.option("--job", "job_name", help="Of several jobs of the file.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write the deployment to this file.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random roundings.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random roundings.")
 @click.option("--seconds", type=click.FloatRange(0.1), default=5.0, show_default=True, help="For the search, at most.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
 def command(
@@ -60,21 +60,19 @@ def command(
     try:
         cluster = file.load(cluster_path)
         job = _job(cluster, job_name)
+        click.echo(f"planning {job.name}: up to {seconds:g} s ...", err=True)
         rows, scheme = plan(cluster, job, seed=seed, seconds=seconds)
-        text = None
+        click.echo(describe(rows, job))
         if output is not None:
             where = os.path.relpath(Path(cluster_path).absolute(), Path(output).absolute().parent)
             first = rows[0]
             said = {
                 "A plan": f"{_rate(first.rate_bit_s)} a worker, {first.of_bound:.1%} of the bound; full: {first.binding}"
             }
-            text = deployment(cluster, job, scheme, where, said)
+            Path(output).write_text(deployment(cluster, job, scheme, where, said))
+            click.echo(f"\n{output} is the deployment: PENSTOCK_DEPLOYMENT={output}")
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
-    click.echo(describe(rows, job))
-    if output is not None and text is not None:
-        Path(output).write_text(text)
-        click.echo(f"\n{output} is the deployment: PENSTOCK_DEPLOYMENT={output}")
     if json_path is not None:
         Path(json_path).write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 
@@ -116,7 +114,9 @@ def describe(rows: list[Row], job: Job) -> str:
     first, ring = rows[0], rows[-1]
     lines = []
     if ring.rate_bit_s > first.rate_bit_s:
-        lines.append(f"Do not aggregate: a ring of ranks is {ring.rate_bit_s / first.rate_bit_s:.2f} times as fast.")
+        is_faster = f"is {ring.rate_bit_s / first.rate_bit_s:.2f} times as fast"
+        is_free = "loads nothing that has a limit"
+        lines.append(f"Do not aggregate: a ring of ranks {is_faster if math.isfinite(ring.rate_bit_s) else is_free}.")
     lines.append(
         f"{_rate(first.rate_bit_s)} a worker, {first.of_bound:.1%} of what no plan can pass. Full: {first.binding}."
     )
