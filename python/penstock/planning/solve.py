@@ -151,15 +151,28 @@ def search(
     rng = np.random.default_rng(seed)
     best: Solved | None = None
     seen: set[bytes] = set()
+
+    def is_over() -> bool:
+        return best is not None and (best.rate >= relaxed.bound * (1 - _NOISE) or time.monotonic() > until)
+
+    def improve(counts: np.ndarray) -> bool:
+        nonlocal best
+        start = _Search(problem, counts)
+        if start.counts.tobytes() in seen:
+            return False
+        found = start.repair(until, seen)
+        if best is None or found.rate > best.rate * (1 + _NOISE):
+            best = found
+            return True
+        return False
+
     for counts in _starts(problem, relaxed, rng, roundings):
-        one = _Search(problem, counts)
-        if one.counts.tobytes() in seen:
-            continue
-        found = one.repair(until, seen)
-        best = found if best is None or found.rate > best.rate * (1 + _NOISE) else best
-        if best.rate >= relaxed.bound * (1 - _NOISE) or time.monotonic() > until:
-            break
+        if not is_over():
+            improve(counts)
     assert best is not None
+    kicks = 0
+    while kicks < _KICKS and not is_over():
+        kicks = 0 if improve(_kicked(problem, best.counts, rng)) else kicks + 1
     return best
 
 
@@ -170,6 +183,16 @@ def _starts(problem: Problem, relaxed: Relaxed, rng: np.random.Generator, roundi
     yield problem.all_one_way(None)
     for v in range(len(problem.aggregators)):
         yield problem.all_one_way(v)
+
+
+def _kicked(problem: Problem, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """These ways, with those of some workers' classes drawn anew: out of a place where no single change helps."""
+    counts = counts.copy()
+    servers, classes, ways = counts.shape
+    for _ in range(rng.integers(2, 5)):
+        s, c = rng.integers(servers), rng.integers(classes)
+        counts[s, c] = rng.multinomial(problem.count[c], rng.dirichlet(np.full(ways, 0.5)))
+    return counts
 
 
 def rounded(problem: Problem, relaxed: Relaxed, rng: np.random.Generator) -> np.ndarray:
@@ -281,5 +304,7 @@ class _Rows:
 _UNBOUNDED = 3
 # Differences below this share are the solver's.
 _NOISE = 1e-7
+# So many kicks in a row that lead to nothing better end the search.
+_KICKS = 40
 # How many changes are tried before the ways count as repaired.
 _TRIED = 40
