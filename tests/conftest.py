@@ -6,6 +6,7 @@ import compileall
 import contextlib
 import os
 import pathlib
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 def root() -> pathlib.Path:
     """The checkout."""
     return ROOT
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tools start with this interpreter in this process, on a testbed's hosts as well, are forks (`forked`)."""
+    import forked  # not above: it imports Penstock, which reads the environment that `pytest_configure` cleans first
+
+    monkeypatch.setattr(subprocess, "Popen", forked.Popen)
 
 
 def pytest_configure() -> None:

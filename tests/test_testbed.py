@@ -350,12 +350,14 @@ if os.environ["RANK"] == "2":
 @needs_namespaces
 @pytest.mark.parametrize("launcher", ["direct", "fork"])
 def test_the_first_failure_decides_and_the_others_may_say_what_they_noticed(
-    bed: Testbed, launcher: Literal["direct", "fork"], tmp_path: pathlib.Path
+    bed: Testbed, launcher: Literal["direct", "fork"], tmp_path: pathlib.Path, request: pytest.FixtureRequest
 ) -> None:
     """Rank 1 fails at once; rank 0 ends by itself within the grace, and its later failure changes nothing.
 
     Its last words have no newline, and count all the same.
     """
+    if launcher == "fork":
+        request.getfixturevalue("forks")
     program = """
 import sys
 if os.environ["RANK"] == "0":
@@ -376,10 +378,16 @@ sys.exit(3)
 @needs_namespaces
 @pytest.mark.parametrize("launcher", ["direct", "fork"])
 def test_a_rank_that_does_not_end_is_told_to_and_then_made_to(
-    bed: Testbed, launcher: Literal["direct", "fork"], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    bed: Testbed,
+    launcher: Literal["direct", "fork"],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     """After the grace SIGTERM, and SIGKILL for one that ignores it: with the process that forked it, which then cannot tell."""
     monkeypatch.setattr("penstock.tools.testbed.launch.KILL_AFTER_S", 0.3)
+    if launcher == "fork":
+        request.getfixturevalue("forks")
     program = """
 import os, signal, sys, time
 rank = int(os.environ["RANK"])
