@@ -35,6 +35,7 @@ from penstock.tools.testbed import (
     kept,
     launch,
     link,
+    namespace,
     relay,
     system,
 )
@@ -118,6 +119,15 @@ def test_the_kernel_has_the_caps_that_the_link_names(bed: Testbed) -> None:
         ceilings = dict(re.findall(r"class htb 1:(\w+) .*?ceil (\w+)", show.stdout))
         assert ceilings["ff"] == "400Mbit"
         assert [ceilings[f"{0x100 + index:x}"] for index in range(16)] == ["60Mbit", "100Mbit"] * 8
+
+
+@needs_namespaces
+def test_the_table_of_connections_of_a_host_is_its_own(bed: Testbed) -> None:
+    """A small one: a run lists connections of all hosts twice a second, and the kernel walks a whole table for each list."""
+    entries = pathlib.Path("/proc/sys/net/ipv4/tcp_ehash_entries")  # negative where a namespace uses the machine's
+    if not entries.exists():
+        pytest.skip("namespaces share the machine's table before Linux 6.2")
+    assert [bed.inside(host, entries.read_text) for host in range(2)] == [f"{namespace.CONNECTION_BUCKETS}\n"] * 2
 
 
 @needs_namespaces
