@@ -7,6 +7,7 @@ import contextlib
 import os
 import pathlib
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -42,8 +43,9 @@ def pytest_configure() -> None:
     # torch's store looks up the name of every client's address, ::ffff:127.0.0.1 too, while all other clients wait: where no name
     # server answers, glibc waits 5 s, twice. (1 of 23 groups took 5 s to make here.)
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-    # Every rank and every command is a new process, and half of what it needs to start is to compile our modules, where
-    # PYTHONDONTWRITEBYTECODE is set: once, here.
+    # Where PYTHONDONTWRITEBYTECODE is set, each process that runs tests would take 4 s of processor time to rewrite the tests'
+    # asserts (pytest keeps what it has written), and every rank and command half of its start to compile our modules.
+    sys.dont_write_bytecode = False
     if "PYTEST_XDIST_WORKER" not in os.environ:
         for folder in ("python", "tests"):
             compileall.compile_dir(ROOT / folder, quiet=2)

@@ -219,6 +219,9 @@ def _become(child: _Child) -> NoReturn:
             torch.set_num_threads(int(child.env["OMP_NUM_THREADS"]))
         dist.set_debug_level_from_env()
         atexit._clear()
+        # Else `runpy` would warn that the module which is to become __main__ is there already.
+        if child.arguments[0] == "-m":
+            sys.modules.pop(child.arguments[1], None)
         subprocess.Popen._execute_child = _fork_instead  # type: ignore[method-assign]
         forks.execute(child.arguments)
     except BaseException:
