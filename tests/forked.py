@@ -18,8 +18,10 @@ import ctypes
 import dataclasses
 import gc
 import inspect
+import multiprocessing.process
 import multiprocessing.reduction
 import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import signal
 import subprocess
@@ -219,6 +221,10 @@ def _become(child: _Child) -> NoReturn:
             torch.set_num_threads(int(child.env["OMP_NUM_THREADS"]))
         dist.set_debug_level_from_env()
         atexit._clear()
+        # What multiprocessing holds of the parent's is not this process's to end; its own children are.
+        multiprocessing.process._children.clear()  # type: ignore[attr-defined]
+        multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
+        atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
         # Else `runpy` would warn that the module which is to become __main__ is there already.
         if child.arguments[0] == "-m":
             sys.modules.pop(child.arguments[1], None)
