@@ -6,6 +6,8 @@ import compileall
 import contextlib
 import os
 import pathlib
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +23,14 @@ def root() -> pathlib.Path:
     return ROOT
 
 
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tools start with this interpreter in this process, on a testbed's hosts as well, are forks (`forked`)."""
+    import forked  # not above: it imports Penstock, which reads the environment that `pytest_configure` cleans first
+
+    monkeypatch.setattr(subprocess, "Popen", forked.Popen)
+
+
 def pytest_configure() -> None:
     # Before any test imports torch or Penstock, and inherited by every rank: a user's own settings, or the job that a
     # scheduler started this session in, would decide interfaces, world sizes and time limits here.
@@ -33,11 +43,27 @@ def pytest_configure() -> None:
     # torch's store looks up the name of every client's address, ::ffff:127.0.0.1 too, while all other clients wait: where no name
     # server answers, glibc waits 5 s, twice. (1 of 23 groups took 5 s to make here.)
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-    # Every rank and every command is a new process, and half of what it needs to start is to compile our modules, where
-    # PYTHONDONTWRITEBYTECODE is set: once, here.
+    # Where PYTHONDONTWRITEBYTECODE is set, each process that runs tests would take 4 s of processor time to rewrite the tests'
+    # asserts (pytest keeps what it has written), and every rank and command half of its start to compile our modules.
+    sys.dont_write_bytecode = False
     if "PYTEST_XDIST_WORKER" not in os.environ:
         for folder in ("python", "tests"):
             compileall.compile_dir(ROOT / folder, quiet=2)
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """A file without a test of those that are asked for is not imported to find that out: it took each process seconds, in the
+    stage of timed tests and in `./dev test quick`."""
+    wanted = config.getoption("markexpr")
+    if "not slow" in wanted and collection_path.stem in _SLOW:
+        return True
+    if (
+        wanted.startswith("timed")
+        and collection_path.suffix == ".py"
+        and "mark.timed" not in collection_path.read_text()
+    ):
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

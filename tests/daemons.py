@@ -1,4 +1,4 @@
-"""Servers and aggregators for tests: real processes on loopback, killed when the test is over."""
+"""Servers and aggregators for tests: real processes on loopback, forked (`forked`), killed when the test is over."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import time
 import types
 import urllib.request
 from typing import Any
+
+import forked
 
 # A binary to test instead of the verbs `penstock aggregator` and `penstock server`, which run the same code.
 COMMAND = [os.environ["AGGREGATOR_BINARY"]] if "AGGREGATOR_BINARY" in os.environ else [sys.executable, "-m", "penstock"]
@@ -46,7 +48,7 @@ class Daemon:
 
     def start(self) -> None:
         """Start it, or start it again."""
-        self._process = subprocess.Popen(
+        self._process = forked.Popen(
             [*COMMAND, self.role, "--listen", self.address, *self.options],
             stdout=self._log,
             stderr=subprocess.STDOUT,

@@ -12,6 +12,7 @@ import gc
 import importlib
 import os
 import sys
+from collections.abc import Mapping, Sequence
 
 _MODULES = [
     "numpy",
@@ -24,11 +25,18 @@ _MODULES = [
     "torch.distributed.optim",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch._dynamo",
+    "multiprocessing.popen_forkserver",
     "pytest",
     "hypothesis",
     "ranks",
     "forked",
     "penstock.torch",
+    "penstock.torch.backend",
+    "penstock.training.checks",
+    "penstock.training.ddp",
+    "penstock.training.gradients",
+    "penstock.tune",
+    "penstock.tools.flight",
     "penstock.tools.testbed",
 ]
 
@@ -42,8 +50,26 @@ for _name in _MODULES:
 _rest = os.environ.pop("PYTHONPATH").partition(os.pathsep)[2]
 if _rest:
     os.environ["PYTHONPATH"] = _rest
+del os.environ["FORK_SERVER_ROOM"]
 gc.collect()
 gc.freeze()
+
+
+def show(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+    """In a fork that has cleared its environment: put these where /proc/PID/cmdline and environ show what a process was started
+    with, the first ones as far as there is room. There a testbed's keeper looks for the mark of its own processes. (prctl(2) can
+    move these places, with a right that root has not everywhere.)"""
+    with open("/proc/self/stat") as stat:
+        places = [int(each) for each in stat.read().rpartition(") ")[2].split()[45:49]]
+    room = places[1] - places[0] - 1
+    _write(*places[:2], b"".join(os.fsencode(each) + b"\0" for each in arguments)[:room])
+    _write(*places[2:], b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in variables.items()))
+
+
+def _write(begin: int, end: int, text: bytes) -> None:
+    assert len(text) <= end - begin, f"{len(text)} bytes of environment: make `ranks._ROOM` larger"
+    ctypes.memset(begin, 0, end - begin)
+    ctypes.memmove(begin, text, len(text))
 
 
 def _use_huge_pages() -> None:

@@ -6,8 +6,9 @@ that the command starts with this interpreter are forks of the command, too, suc
     done = forked.run([*forked.TORCHRUN, "--nproc-per-node=2", script], env=env, capture_output=True, text=True)
     with forked.Popen(...) as process                       # its pid is that of a real process, ready for signals
 
-A fresh interpreter is right where the start itself is what a test proves (imports, autoload), and on a testbed's hosts: the
-keeper finds processes by the environment that they were started with.
+For what tools start in a test's own process, on a testbed's hosts as well, there is the fixture `forks`. What no fork can be
+(another program, `python -c`) is started as `subprocess` does it. A fresh interpreter is right where the start itself is what a
+test proves: imports, autoload.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ import ctypes
 import dataclasses
 import gc
 import inspect
+import multiprocessing.process
 import multiprocessing.reduction
 import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import ranks
-from penstock.tools.testbed import forks
+from penstock.tools.testbed import forks, namespace
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
@@ -54,7 +58,11 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(self, *positional: Any) -> None:
         given = _by_name(self, positional)
         child = _child(given)
-        assert child is not None, f"a fork cannot be started so: {self.args}"
+        if child is None:
+            super()._execute_child(*positional)
+            return
+        child.ignored = [number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN]
+        child.network = _network()
         # Nobody holds its other end any more when the child has become what is asked for, or has died.
         ready, waited_for = os.pipe()
         child.held = _Stream(-1, waited_for)
@@ -65,16 +73,21 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
             pipe.read()
         _started(self, self._process.pid, given)
 
-    # The process is a child of the fork server, which tells us its exit code.
+    _process: Any = None
+    """A child of the fork server, which tells us its exit code. None for what is no fork."""
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if self._process is None:
+            return super()._try_wait(wait_flags)
         self._process.join(0 if wait_flags else None)
         code = self._process.exitcode
         if code is None:
             return 0, 0
         return self.pid, code << 8 if code >= 0 else -code
 
-    def _internal_poll(self, _deadstate: int | None = None, **_: Any) -> int | None:
+    def _internal_poll(self, _deadstate: int | None = None, **options: Any) -> int | None:
+        if self._process is None:
+            return super()._internal_poll(_deadstate, **options)
         if self.returncode is None and self._waitpid_lock.acquire(False):
             try:
                 pid, status = self._try_wait(os.WNOHANG)
@@ -109,6 +122,10 @@ class _Child:
     cwd: str | None
     streams: list[_Stream]
     leads_session: bool
+    ignored: list[int] = dataclasses.field(default_factory=list)
+    """Signals. Those that its parent ignores, as with execve(2)."""
+    network: str | None = None
+    """As for `namespace.join`: where its parent is, if that is not where the fork server is."""
     held: _Stream | None = None
 
 
@@ -137,6 +154,12 @@ def _child(given: Mapping[str, Any]) -> _Child | None:
     )
 
 
+def _network() -> str | None:
+    """The network namespace of this thread, unless it is the process's."""
+    own = f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/net"
+    return None if os.stat(own).st_ino == os.stat("/proc/self/ns/net").st_ino else own
+
+
 def _started(popen: Any, pid: int, given: Mapping[str, Any]) -> None:
     popen.pid = pid
     popen._child_created = True
@@ -145,6 +168,9 @@ def _started(popen: Any, pid: int, given: Mapping[str, Any]) -> None:
 
 def _become_first(child: _Child) -> NoReturn:
     ctypes.CDLL(None).prctl(ranks.PR_SET_PDEATHSIG, signal.SIGKILL)
+    namespace.join(child.network)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGINT}:
+        signal.signal(number, signal.SIG_IGN if number in child.ignored else signal.SIG_DFL)
     _become(child)
 
 
@@ -175,18 +201,19 @@ def _become(child: _Child) -> NoReturn:
         for stream in child.streams:
             os.dup2(stream.descriptor, stream.number)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        import fork_server
+
         multiprocessing.resource_tracker._resource_tracker._fd = None
         if child.cwd is not None:
             os.chdir(child.cwd)
         os.environ.clear()
         os.environ.update(child.env)
+        fork_server.show([sys.executable, *child.arguments], child.env)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
         sys.stdout.reconfigure(line_buffering=False, write_through="PYTHONUNBUFFERED" in child.env)
 
         import torch
         import torch.distributed as dist
-
-        import fork_server
 
         sys.path[:] = [*filter(None, child.env.get("PYTHONPATH", "").split(os.pathsep)), *fork_server.PATH]
         # Read when torch is imported, which the fork server has done.
@@ -194,6 +221,13 @@ def _become(child: _Child) -> NoReturn:
             torch.set_num_threads(int(child.env["OMP_NUM_THREADS"]))
         dist.set_debug_level_from_env()
         atexit._clear()
+        # What multiprocessing holds of the parent's is not this process's to end; its own children are.
+        multiprocessing.process._children.clear()  # type: ignore[attr-defined]
+        multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
+        atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+        # Else `runpy` would warn that the module which is to become __main__ is there already.
+        if child.arguments[0] == "-m":
+            sys.modules.pop(child.arguments[1], None)
         subprocess.Popen._execute_child = _fork_instead  # type: ignore[method-assign]
         forks.execute(child.arguments)
     except BaseException:

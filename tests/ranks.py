@@ -425,7 +425,7 @@ def fork_server() -> Any:
     context.set_forkserver_preload(["fork_server"])
     # The server does not take sys.path from here. fork_server.py sets the variable back.
     path = [str(pathlib.Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with unittest.mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path)):
+    with unittest.mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path), FORK_SERVER_ROOM=_ROOM):
         first = context.Process(target=_check_fork_server)
         first.start()
     first.join()
@@ -452,3 +452,6 @@ def _tail(text: str, lines: int = 120) -> str:
 
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+# For the environment of any fork (`fork_server.show_environment`). A variable has at most 128 KiB.
+_ROOM = 100_000 * "."

@@ -102,6 +102,7 @@ def test_the_bound_is_that_of_the_document() -> None:
 
 
 @needs_namespaces
+@pytest.mark.usefixtures("forks")
 def test_results_keep_their_bits_while_aggregators_are_killed(tmp_path: Path) -> None:
     """4 workers in two racks below a core, 1 % loss on every link: in each of three runs an aggregator is killed in the middle of
     a step and started again. All results of all ranks have the bits of the undisturbed run."""
@@ -154,6 +155,7 @@ def test_a_training_further_away_than_rounding_is_found() -> None:
 
 
 @needs_namespaces
+@pytest.mark.usefixtures("forks")
 def test_a_training_keeps_to_the_curve_of_gloo(tmp_path: Path) -> None:
     """2 workers, 1 % loss on every link, an aggregator killed in the middle of a backward pass and started again: each loss is
     that of gloo but for rounding."""

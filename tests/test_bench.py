@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+import forked
 from penstock.tools.bench import backends, cli, figures, options, readiness, readiness_rank, report, training, tuner
 from penstock.tools.bench.collectives import COLLECTIVES, PERIOD, Run, most_ranks
 from penstock.tools.bench.launcher import BenchError
@@ -320,7 +321,7 @@ def test_sizes_that_do_not_fit_are_refused(bed: Loopback) -> None:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_bench_leaves_nothing_behind(how: signal.Signals) -> None:
     """Ctrl-C, a supervisor's SIGTERM, and even SIGKILL end every rank within seconds, in mid measurement."""
-    bench = subprocess.Popen(
+    bench = forked.Popen(
         [
             *BENCH,
             "all-reduce",
@@ -395,6 +396,7 @@ def test_a_run_that_bypasses_the_link_fails(tmp_path: pathlib.Path) -> None:
 
 
 @needs_testbed
+@pytest.mark.usefixtures("forks")
 def test_ranks_by_turns(tmp_path: pathlib.Path) -> None:
     """Dealt by turns, ranks that reduce within their host first put one vector on each link; told to be a ring, still ordered by
     host, one and a half."""
@@ -788,9 +790,8 @@ def test_the_tuner_is_measured(tmp_path: pathlib.Path) -> None:
 BENCH = [sys.executable, "-m", "penstock", "bench"]
 
 
-def _bench(arguments: list[str], env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    options = {"capture_output": True, "text": True, "timeout": 200, "check": False}
-    return subprocess.run([*BENCH, *arguments], env={**os.environ, **(env or {})}, **options)  # type: ignore[call-overload]
+def _bench(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return forked.run([*BENCH, *arguments], capture_output=True, text=True, timeout=200)
 
 
 def _bench_with_patched_all_reduce(
@@ -815,7 +816,9 @@ def _bench_with_patched_all_reduce(
     )
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     options = ["--backends", "gloo", "--variant", "patched=gloo,PATCHED=1", *arguments]
-    return _bench(["all-reduce", *options], {"PYTHONPATH": path})
+    # Fresh interpreters, which import what is written there.
+    command = [*BENCH, "all-reduce", *options]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200)
 
 
 def _values(runs: tuple[Run, ...]) -> list[int]:

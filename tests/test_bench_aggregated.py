@@ -36,6 +36,7 @@ def test_an_unauthenticated_peer_is_one_more_host_that_no_deployment_names() -> 
 
 
 @needs_namespaces
+@pytest.mark.usefixtures("forks")
 def test_a_storm_is_counted_and_leaves_the_job_its_sums() -> None:
     """The bench checks the sums, and that the aggregator has refused what the unauthenticated peer sent."""
     result = CliRunner().invoke(
@@ -114,6 +115,7 @@ def test_wrong_options_say_what_is_wrong(options: list[str], message: str) -> No
 
 
 @needs_namespaces
+@pytest.mark.usefixtures("forks")
 def test_a_worker_sends_each_byte_once(tmp_path: Path) -> None:
     """4 workers, two racks and a core. The ring sends 1.5 bytes for each of the tensor; through aggregators it is 1."""
     path = tmp_path / "rows.json"
@@ -125,6 +127,7 @@ def test_a_worker_sends_each_byte_once(tmp_path: Path) -> None:
 
 
 @needs_namespaces
+@pytest.mark.usefixtures("forks")
 def test_the_figure_runs(tmp_path: Path) -> None:
     """Once, by its name among the published figures."""
     path = tmp_path / "figures.json"

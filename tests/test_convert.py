@@ -1130,7 +1130,7 @@ def test_run_leaves_no_rank_behind(tmp_path: pathlib.Path, number: int) -> None:
         signal.SIGHUP, signal.SIG_DFL
     )  # this test may run under nohup, which `penstock run` would inherit
     try:
-        run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        run = forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     finally:
         signal.signal(signal.SIGHUP, ignored)
     with run:

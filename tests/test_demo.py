@@ -17,12 +17,13 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+import forked
 import ranks
 from backends import BACKENDS, Backend
 from penstock import _core
@@ -129,10 +130,10 @@ def test_report_stands_alone_and_can_be_drawn(ended: Ended) -> None:
 
 @pytest.mark.parametrize("backend", ONE_OF_EACH, ids=str)
 def test_demo_on_loopback_says_so_and_predicts_nothing(backend: Backend, tmp_path: pathlib.Path) -> None:
-    """Where no hosts can be emulated the demo still runs, and does not pretend that there was a link."""
+    """Where no hosts can be emulated the demo still runs, here as a fresh process, and does not pretend that there was a link."""
     page = tmp_path / "report.html"
     options = ("--quick", "--no-testbed", "--steps=10", f"--backends={backend.name}", f"--report={page}")
-    done = demo(*options, env=backend.env)
+    done = demo(*options, env=backend.env, run=subprocess.run)
     assert done.returncode == 0, done.stdout
     assert "On loopback (as you asked)" in done.stdout
     assert "Both ranks end with the same weights" in done.stdout
@@ -176,7 +177,7 @@ def test_demo_stops_when_told_and_leaves_nothing(number: signal.Signals, when: s
     A Ctrl-C goes to all processes of the terminal's job."""
     mark = {"TEST_DEMO": f"{os.getpid()}-{number}"}
     options = ["--quick", "--steps=1000000", "--backends=gloo", f"--report={tmp_path / 'report.html'}"]
-    process = subprocess.Popen(
+    process = forked.Popen(
         [*DEMO, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -224,7 +225,7 @@ def test_example_learns_in_a_single_process(root: pathlib.Path, tmp_path: pathli
 @pytest.mark.parametrize("backend", ONE_OF_EACH, ids=str)
 def test_example_runs_under_torchrun(root: pathlib.Path, tmp_path: pathlib.Path, backend: Backend) -> None:
     """torchrun and one word on the command line are all it takes; ranks differ in their batches and agree in weights."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun = [*forked.TORCHRUN, "--nproc-per-node=2"]
     small = ["--steps=8", "--layers=2", "--width=96", "--eval-batches=2", "--compute-every=4"]
     env = {"GLOO_SOCKET_IFNAME": "lo", **backend.env}
     first, second = example(root, tmp_path, torchrun, f"--backend={backend.name}", *small, env=env)
@@ -513,9 +514,13 @@ def test_a_training_that_bypassed_the_link_is_a_problem() -> None:
 DEMO = [sys.executable, "-m", "penstock", "demo"]
 
 
-def demo(*options: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def demo(
+    *options: str,
+    env: Mapping[str, str] | None = None,
+    run: Callable[..., subprocess.CompletedProcess[str]] = forked.run,
+) -> subprocess.CompletedProcess[str]:
     """Run the command on a terminal wide enough that no line of its table is broken."""
-    return subprocess.run(
+    return run(
         [*DEMO, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -529,7 +534,7 @@ def example(
 ) -> list[list[dict]]:
     """Run the example and return what each rank logged."""
     script = str(root / "examples" / "char_gpt" / "train.py")
-    done = subprocess.run(
+    done = forked.run(
         [*launcher, script, f"--log-file={tmp_path / 'rank{rank}.jsonl'}", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

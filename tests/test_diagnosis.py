@@ -180,8 +180,7 @@ def test_interrupted_verbs_end_without_a_traceback(verb: str, tmp_path: pathlib.
     script.write_text(TRAINS)
     arguments = ["run", "--nproc=2", str(script)] if verb == "run" else ["doctor", "--mebibytes=4096"]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-    start = forked.Popen if verb == "run" else subprocess.Popen
-    process = start(
+    process = forked.Popen(
         [sys.executable, "-m", "penstock", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -343,11 +342,10 @@ def _flood() -> int:
 def _penstock(arguments: list[str], env: Mapping[str, str | None]) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
     wanted = {**inherited, "COLUMNS": "300", **env}
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-m", "penstock", *arguments],
         env={name: value for name, value in wanted.items() if value is not None},
         capture_output=True,
         text=True,
         timeout=120,
-        check=False,
     )

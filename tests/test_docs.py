@@ -18,6 +18,7 @@ import click
 import click.testing
 import pytest
 
+import forked
 from penstock import cli
 from penstock.runtime import config
 from penstock.tools.testbed import Testbed
@@ -270,7 +271,7 @@ def test_commands_run_in_a_small_mode(
         with Testbed(hosts=2):  # else this test is skipped
             pass
     words = shlex.split(f"{command} {RUN_SMALL[command]}")
-    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=200)
+    done = forked.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all((tmp_path / name).exists() for name in words if name.startswith("out."))
 

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
+import forked
 import penstock
 import ranks
 from backends import ALL, Backend
@@ -766,10 +767,9 @@ def test_interrupt_ends_a_wait() -> None:
 
 def test_interrupt_of_torchrun() -> None:
     """Ctrl-C at a terminal, which goes to torchrun and all ranks: everything is gone in seconds, no orphan is left."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(
-        [*command, str(TESTS / "endless.py"), "1000000"],
+    process = forked.Popen(
+        [*forked.TORCHRUN, "--nproc-per-node=2", str(TESTS / "endless.py"), "1000000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
+import importlib
 import importlib.util
 import itertools
 import os
@@ -689,8 +691,17 @@ def test_horovod_run_of_an_example(tmp_path: pathlib.Path) -> None:
     assert done.stdout.count("Test set: Average loss") == 1, done.stdout
 
 
-def test_horovod_run_gives_results_by_rank(tmp_path: pathlib.Path) -> None:
-    """Arguments arrive, results come back in the order of ranks, output goes where it is wanted, closures can be sent."""
+@pytest.fixture
+def run_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`horovod.run` has its ranks from the fork server that has imported torch, and does not spawn them."""
+    launcher = importlib.import_module("torch.distributed.launcher.api")
+    monkeypatch.setattr(launcher, "LaunchConfig", functools.partial(launcher.LaunchConfig, start_method="forkserver"))
+    ranks.fork_server()
+
+
+def test_horovod_run_gives_results_by_rank(tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> None:
+    """Arguments arrive, results come back in the order of ranks, output goes where it is wanted, closures can be sent. The first
+    ranks are fresh interpreters."""
     import penstock.horovod as horovod
 
     offset = 5
@@ -698,6 +709,8 @@ def test_horovod_run_gives_results_by_rank(tmp_path: pathlib.Path) -> None:
     if importlib.util.find_spec("cloudpickle") is not None:
         functions.append(lambda first, second: offset + programs.sum_of_ranks(first, second))
     for function, more in zip(functions, (0, offset), strict=False):
+        if more:
+            request.getfixturevalue("run_forks")
         results = horovod.run(
             function, args=(10,), kwargs={"second": 2}, num_proc=2, hosts="localhost:2", output_filename=str(tmp_path)
         )
@@ -708,6 +721,7 @@ def test_horovod_run_gives_results_by_rank(tmp_path: pathlib.Path) -> None:
         ]
 
 
+@pytest.mark.usefixtures("run_forks")
 @pytest.mark.parametrize("how", ["returns", "exits"])
 def test_horovod_run_ends_with_a_rank_that_is_done_early(how: str) -> None:
     """A rank whose function has returned, or has called sys.exit(), has shut Horovod down: who waits for it hears that. torch
@@ -718,6 +732,7 @@ def test_horovod_run_ends_with_a_rank_that_is_done_early(how: str) -> None:
         horovod.run(programs.rank_one_is_done, (how,), num_proc=2)
 
 
+@pytest.mark.usefixtures("run_forks")
 def test_horovod_run_says_what_failed() -> None:
     """A rank that raises ends the job, and the error says which and what; what cannot be had is refused before."""
     import penstock.horovod as horovod

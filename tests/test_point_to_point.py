@@ -222,10 +222,10 @@ def _far_ahead(backend: str, who: str, count: int) -> None:
 
 @pytest.mark.parametrize(("backend", "who"), [(BACKENDS[0], "sender"), (BACKENDS[-1], "receiver")], ids=str)
 def test_one_side_runs_far_ahead(backend: Backend, who: str) -> None:
-    """70,000 messages that the other side has not posted, by reference or waiting for a grant: all arrive. Beyond 65,536 a rank
+    """66,000 messages that the other side has not posted, by reference or waiting for a grant: all arrive. Beyond 65,536 a rank
     took the other one for defective; the job ended in PeerLost, or over TCP lost stream after stream. (The count is of the core,
     which is the same over all media.)"""
-    ranks.run(_far_ahead, count=2, args=(backend.name, who, 70_000), env=backend.env, timeout_s=120)
+    ranks.run(_far_ahead, count=2, args=(backend.name, who, 66_000), env=backend.env, timeout_s=120)
 
 
 def _block(backend: str) -> str:

@@ -358,7 +358,11 @@ def test_rendered_script_says_what_is_wrong(tmp_path: pathlib.Path) -> None:
     planted = (
         "    import random_programs.mutants\n    fault = random_programs.mutants.planted('avg-without-division')\n"
     )
-    script.write_text(text.replace("    torch.set_num_threads(1)\n", f"{planted}    fault.__enter__()\n"))
+    text = text.replace("    torch.set_num_threads(1)\n", f"{planted}    fault.__enter__()\n")
+    # Not fresh interpreters, which the script above has.
+    script.write_text(
+        text.replace(".spawn(", ".start_processes(").replace("nprocs=RANKS", "nprocs=RANKS, start_method='fork'")
+    )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])}
     done = forked.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, env=env)
     assert done.stdout.count("has ended") == 2, done.stdout + done.stderr

@@ -421,15 +421,15 @@ def holders(namespaces: set[int]) -> list[str]:
 
 @needs_namespaces
 def test_the_five_commands_of_the_page() -> None:
-    """docs/guide/aggregated.md, "From nothing to DDP over two aggregators", as it stands but for steps and the name: the training
-    goes through the server, and a rack's link carries little more than one of its two workers'."""
+    """docs/guide/aggregated.md, "From nothing to DDP over two aggregators", as it stands but for its length and the name: the
+    training goes through the server, and a rack's link carries little more than one of its two workers'."""
     root = pathlib.Path(__file__).parent.parent
     page = (root / "docs" / "guide" / "aggregated.md").read_text()
     section = page.split("## From nothing to DDP", 1)[1].split("\n## ", 1)[0]
     commands = section.split("```sh\n", 1)[1].split("```", 1)[0]
     name = f"page{os.getpid()}"
     assert commands.count("--name lab") == 5 and "--steps 20" in commands
-    commands = commands.replace("--name lab", f"--name {name}").replace("--steps 20", "--steps 3")
+    commands = commands.replace("--name lab", f"--name {name}").replace("--steps 20", "--steps 3 --eval-batches 2")
     # Daemons in the background would keep the output open where the fourth fails.
     commands = f"trap 'penstock testbed down --name {name} >/dev/null 2>&1' ERR\n{commands}"
     environment = {**os.environ, "PATH": f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}

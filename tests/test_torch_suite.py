@@ -25,6 +25,7 @@ SLICE = (
     torch.cuda.is_available(), reason="the suite wants a CUDA device for each rank as soon as there is one"
 )
 @pytest.mark.skipif(importlib.util.find_spec("expecttest") is None, reason="torch's test cases need expecttest")
+@pytest.mark.usefixtures("forks")
 def test_slice() -> None:
     """Nothing of the slice passes on gloo and fails here."""
     lines: list[str] = []
@@ -64,6 +65,7 @@ class Group(unittest.TestCase):
 """
 
 
+@pytest.mark.usefixtures("forks")
 def test_files_run_on_both_backends(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An archive is unpacked and its tests run on both backends; differences are found, and tests without a group left out."""
     archive = tmp_path / "pytorch_1.orig.tar.xz"

@@ -6,8 +6,6 @@ import functools
 import json
 import pathlib
 import re
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
+import forked
 import penstock
 import ranks
 from penstock.errors import Config
@@ -177,8 +176,8 @@ def test_the_program_of_the_page_runs(root: pathlib.Path, tmp_path: pathlib.Path
     program, change = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     program = program.replace("64 << 20", "1 << 20").replace("dist.destroy", change + "work.wait()\ndist.destroy")
     (tmp_path / "program.py").write_text(program, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "program.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    command = [*forked.TORCHRUN, "--nproc-per-node=2", "program.py"]
+    done = forked.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -146,9 +146,8 @@ def cluster(console: Console, testbed: bool) -> Iterator[Bed]:
     why = "as you asked"
     try:
         if testbed:
-            bed = Testbed(hosts=2, link=LINK)
-            console.print(f"Two emulated hosts on this machine; the link between them: {LINK.describe()}.")
-            with bed:
+            with Testbed(hosts=2, link=LINK) as bed:
+                console.print(f"Two emulated hosts on this machine; the link between them: {LINK.describe()}.")
                 yield bed
             return
     except TestbedUnavailable as error:

@@ -7,6 +7,7 @@ between, and no code runs between fork and exec.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -19,11 +20,20 @@ Result = TypeVar("Result")
 def create() -> int:
     """Make an empty network namespace and return a descriptor that keeps it alive (close-on-exec).
 
+    Who lists a namespace's connections walks a whole table. The machine's, of 262,144 buckets with 16 GiB of memory or more,
+    takes 5 ms of processor time, and a run lists those of each host twice a second, from two files. So a namespace gets a small
+    table of its own (Linux 6.2).
+
     Raises: OSError (EPERM without CAP_SYS_ADMIN).
     """
 
     def make() -> int:
         _check(_libc.unshare(CLONE_NEWNET), "unshare(CLONE_NEWNET)")
+        with contextlib.suppress(FileNotFoundError):
+            # It holds for the namespaces that are made in this one: in the next, in its place.
+            with open("/proc/sys/net/ipv4/tcp_child_ehash_entries", "w") as entries:
+                entries.write(str(CONNECTION_BUCKETS))
+            _check(_libc.unshare(CLONE_NEWNET), "unshare(CLONE_NEWNET)")
         return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
 
     return _on_a_thread(make)
@@ -72,5 +82,8 @@ def _check(result: int, call: str) -> None:
 
 
 CLONE_NEWNET = 0x40000000  # linux/sched.h. os.unshare and os.setns came with Python 3.12.
+
+CONNECTION_BUCKETS = 4096
+"""Reading takes 0.1 ms. The kernel remembers half as many connections that have ended."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
