@@ -300,6 +300,8 @@ def simulate_aggregation(
     rate_mbit: float | None = None,
     queue: int | None = None,
     patient: bool = False,
+    fat: bool = False,
+    switches: bool = True,
     faults: bool = True,
     trace: bool = False,
 ) -> dict[str, Any]: ...

@@ -156,9 +156,7 @@ pub(crate) fn server_job(job: u32, body: &[u8], here: SocketAddr) -> Result<Admi
     let children = tree.iter().map(|branch| book.branch(branch)).collect::<Result<_, String>>()?;
     let tree = Tree { children };
     tree.check().map_err(|error| format!("tree: {error}"))?;
-    let addressed = if workers.len() == 64 { u64::MAX } else { (1 << workers.len()) - 1 };
-    if tree.workers() & !addressed != 0 {
-        let worker = (tree.workers() & !addressed).trailing_zeros();
+    if let Some(worker) = tree.workers().into_iter().find(|worker| usize::from(*worker) >= workers.len()) {
         return Err(format!("tree: worker {worker} has no address in workers"));
     }
     Ok(book.admitted(common, Some(tree), workers.len()))
@@ -225,21 +223,14 @@ impl Book {
 
     fn branch(&mut self, branch: &Branch) -> Result<Node, String> {
         match branch {
-            Branch::Worker { worker } => Ok(Node::Worker(*worker)),
+            Branch::Worker { worker } => Ok(Node::Worker(u16::from(*worker))),
             Branch::Aggregator { aggregator, children } => {
                 let endpoint = self.add("tree", aggregator, 0)?;
                 let children = children.iter().map(|child| self.branch(child)).collect::<Result<_, String>>()?;
-                let node = Node::Aggregator { endpoint, children };
+                let node = Node::Aggregator { endpoint, is_full: false, children };
                 // The whole tree with a number of 64 or more is refused right after this.
-                let mut whole = vec![&node];
-                let mut workers = 0;
-                while let Some(node) = whole.pop() {
-                    match node {
-                        Node::Worker(worker) => workers |= 1u64.checked_shl(u32::from(*worker)).unwrap_or(0),
-                        Node::Aggregator { children, .. } => whole.extend(children),
-                    }
-                }
-                self.workers[endpoint.0 as usize] = workers;
+                let bit = |worker: u16| 1u64.checked_shl(u32::from(worker)).unwrap_or(0);
+                self.workers[endpoint.0 as usize] = node.workers().into_iter().fold(0, |all, worker| all | bit(worker));
                 Ok(node)
             }
         }
@@ -292,7 +283,7 @@ mod tests {
         assert_eq!(job.places[1].of(6).to_string(), "10.0.0.2:202");
         let job = server(SERVER).unwrap();
         assert_eq!(job.workers, [1, 2, 4, 6]);
-        assert_eq!(job.tree.unwrap().workers(), 7);
+        assert_eq!(job.tree.unwrap().workers(), [0, 2, 1]);
         assert_eq!(job.endpoints[&"10.0.0.9:901".parse().unwrap()], Endpoint(3));
     }
 
@@ -327,7 +318,7 @@ mod tests {
         }
         for (from, to, reason) in [
             ("{\"worker\": 2}", "{\"worker\": 0}", "worker 0 stands twice"),
-            ("{\"worker\": 2}", "{\"worker\": 200}", "worker 200 does not fit"),
+            ("{\"worker\": 2}", "{\"worker\": 200}", "worker 200 has no address"),
             ("{\"worker\": 2}", "{\"worker\": 5}", "worker 5 has no address"),
             ("[{\"worker\": 2}, {\"worker\": 1}]", "[]", "without children"),
             ("10.0.0.2:101", "10.0.0.2:100", "workers[2]: 10.0.0.2:100 is also the address of node 1"),

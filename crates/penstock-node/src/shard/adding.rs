@@ -214,6 +214,8 @@ impl Machine for Adding {
             floats: common.floats,
             results: true,
             parent: Endpoint(0),
+            server: None,
+            name: job.workers[1..].iter().fold(0, |all, workers| all | workers),
             children: children.map(|(i, workers)| Child { endpoint: Endpoint(i as u32), workers: *workers }).collect(),
         };
         self.aggregator.open(tenant).map_err(|reason| match reason {

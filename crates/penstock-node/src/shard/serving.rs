@@ -4,7 +4,7 @@ use super::{Door, Known, Loss, Machine, Refused, Settings, UNAUTHENTICATED, job_
 use crate::admission::Admitted;
 use crate::report::{JobReport, Report, ServerReport};
 use penstock_aggregation::{
-    Endpoint, HEADER_BYTES, Limits, Receipt, Refusal, Serial, Server, ServerConfig, Transmit, decode,
+    Endpoint, HEADER_BYTES, Limits, Naming, Node, Receipt, Refusal, Serial, Server, ServerConfig, Transmit, decode,
 };
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
 use penstock_types::Time;
@@ -150,7 +150,7 @@ impl Machine for Serving {
         let tree = job.tree.clone().expect("a server's job has a tree");
         let workers = job.addressed;
         let slots = common.window as usize;
-        let memory_bytes = slots.saturating_mul(workers + 1).saturating_mul(common.block_bytes);
+        let memory_bytes = slots.saturating_mul(blocks_a_slot(&tree.children)).saturating_mul(common.block_bytes);
         let others = || self.jobs.values().filter(|open| open.job.common.job != common.job);
         let conflict = |message: String| Err(Refused::Conflict(message));
         if others().count() >= self.limits.jobs {
@@ -174,6 +174,9 @@ impl Machine for Serving {
             block_bytes: common.block_bytes,
             start: Serial(common.start),
             tree,
+            naming: Naming::Workers,
+            // None of them adds floats for the server: there is a place for each.
+            stand_ins: 0,
             workers: (0..workers as u32).map(Endpoint).collect(),
             heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
             idle_every: ServerConfig::IDLE_EVERY,
@@ -203,9 +206,8 @@ impl Machine for Serving {
         let jobs = self.jobs.values().map(|open| {
             let common = &open.job.common;
             let (ack, credit) = (open.server.ack(), open.server.credit());
-            let all = open.job.tree.as_ref().expect("a server's job has a tree").workers();
             let in_window = (0..common.window).map(|i| ack.plus(i)).take_while(|seq| !seq.is_newer_than(credit));
-            let waiting = in_window.filter(|seq| ![0, all].contains(&open.server.missing(*seq))).count();
+            let waiting = in_window.filter(|seq| open.server.is_waiting(*seq)).count();
             let mut counters = penstock_aggregation::JobCounters::default();
             counters.refused = *open.server.refused();
             counters.completed = open.committed;
@@ -225,7 +227,7 @@ impl Machine for Serving {
                     committed: open.committed,
                     ack: ack.0,
                     credit: credit.0,
-                    direct: open.server.direct(),
+                    direct: open.server.bypassed().fold(0, |all, at| all | open.job.workers[at.0 as usize]),
                 }),
                 nodes: open.nodes.iter().map(|node| node.report(now)).collect(),
                 age_ns: now.since(open.opened),
@@ -238,4 +240,14 @@ impl Machine for Serving {
             ..Report::default()
         }
     }
+}
+
+/// Blocks for which a server has memory in each slot: those of its children and their sum, and likewise for every aggregator, for
+/// which it may have to stand in.
+fn blocks_a_slot(children: &[Node]) -> usize {
+    let below = children.iter().map(|node| match node {
+        Node::Worker(_) => 0,
+        Node::Aggregator { children, .. } => blocks_a_slot(children),
+    });
+    children.len() + 1 + below.sum::<usize>()
 }

@@ -319,12 +319,13 @@ impl Cluster {
                     job: job.number,
                     epoch: job.epoch,
                     key: job.key,
-                    worker: worker as u8,
+                    name: 1 << worker,
                     window: job.window,
                     start: Serial(job.start),
                     parent: Endpoint(u32::from(parents[worker].is_some())),
                     server: Endpoint(0),
                     ask_parent: true,
+                    full_to_parent: false,
                     timing: if job.patient {
                         Timing {
                             path_dead_after: 100 * SECOND,
