@@ -334,7 +334,7 @@ def aggregate(
     payload_bytes: int,
     min_bytes: int,
     gives_way: bool,
-    servers: Sequence[tuple[str, int, tuple[str, int] | None, int, int, bytes | None, int, int]],
+    servers: Sequence[tuple[str, int, tuple[str, int] | None, int, int, int, bytes | None, int, int]],
     timeout_s: float,
 ) -> Ticket: ...
 def aggregated_stats(group: Group) -> dict[str, Any] | None: ...

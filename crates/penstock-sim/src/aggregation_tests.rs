@@ -40,16 +40,30 @@ fn seeds() {
 /// wrong, and blocks meet on their way where nothing does.
 #[test]
 fn trees_of_any_depth() {
-    let mut deepest = 0;
-    for seed in 0..60 {
+    assert_eq!(trees(0..60), 5);
+}
+
+/// The same with other seeds.
+#[test]
+#[ignore = "takes minutes; for changes of a rule"]
+fn thousands_of_trees() {
+    std::thread::scope(|scope| {
+        scope.spawn(|| trees(60..1500));
+        trees(1500..3000);
+    });
+}
+
+/// Runs each tree twice, the second time with three faults; returns the number of levels of the deepest one.
+fn trees(seeds: Range<u64>) -> usize {
+    let run = |seed| {
         let scenario = deep(seed);
-        deepest = deepest.max(depth(&scenario.tree.children));
         let span = check(&scenario).arrived;
         let mut random = Random::new(seed ^ 0xfa17);
         let faults = (0..3).map(|_| (random.below(span), scenario.draw_fault(&mut random))).collect();
-        check(&Scenario { faults, ..scenario });
-    }
-    assert_eq!(deepest, 5);
+        check(&Scenario { faults, ..scenario.clone() });
+        depth(&scenario.tree.children)
+    };
+    seeds.map(run).max().expect("a seed at least")
 }
 
 /// What a seed draws, with a tree of any depth and without faults.

@@ -95,6 +95,8 @@ pub(crate) struct Job {
     pub(crate) offloads: bool,
     /// Workers never take a slow aggregator for dead: where a test says what goes through it, on a loaded machine too.
     pub(crate) patient: bool,
+    /// Bitmaps name workers, as for a switch, and not the children of a hop.
+    pub(crate) names_workers: bool,
     pub(crate) tree: Vec<Branch>,
 }
 
@@ -114,6 +116,7 @@ impl Job {
             start: 0u32.wrapping_sub(100),
             offloads: true,
             patient: true,
+            names_workers: false,
             tree: vec![Branch::Rack(0, (0..workers).map(Branch::Worker).collect())],
         }
     }
@@ -184,7 +187,7 @@ impl Job {
         let key = self.key.map(|Key(bytes)| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>());
         json!({
             "epoch": self.epoch, "key": key, "window": self.window, "block_bytes": self.block_bytes,
-            "floats": self.format.is_float(), "start": self.start,
+            "floats": self.format.is_float() || !self.names_workers, "start": self.start,
         })
     }
 }
@@ -225,6 +228,9 @@ impl Cluster {
         let mut body = job.common();
         body["tree"] = job.tree.iter().map(|branch| self.tree(branch)).collect();
         body["workers"] = json!(workers);
+        if !job.names_workers {
+            body["names"] = json!("children");
+        }
         let (status, reply) = put(self.server_at(), job.number, &body);
         assert_eq!(status, 201, "{reply}");
         for number in 0..self.places.len() {
@@ -252,15 +258,20 @@ impl Cluster {
 
     /// What an aggregator is told; None where it has no part in the job.
     pub(crate) fn aggregator_body(&self, job: &Job, number: usize) -> Option<Value> {
-        fn find(branches: &[Branch], number: usize, above: Option<usize>) -> Option<(Option<usize>, &[Branch])> {
-            branches.iter().find_map(|branch| match branch {
+        type Found<'a> = (Option<usize>, usize, &'a [Branch]);
+        fn find(branches: &[Branch], number: usize, above: Option<usize>) -> Option<Found<'_>> {
+            branches.iter().enumerate().find_map(|(place, branch)| match branch {
                 Branch::Worker(_) => None,
-                Branch::Rack(one, below) if *one == number => Some((above, &below[..])),
+                Branch::Rack(one, below) if *one == number => Some((above, place, &below[..])),
                 Branch::Rack(one, below) => find(below, number, Some(*one)),
             })
         }
-        let (above, below) = find(&job.tree, number, None)?;
+        let (above, place, below) = find(&job.tree, number, None)?;
         let mut body = job.common();
+        if !job.names_workers {
+            body["place"] = json!(place);
+            body["server"] = json!(self.server_at().to_string());
+        }
         body["parent"] = match above {
             Some(above) => self.place(above),
             None => json!({ "address": self.server_at().to_string(), "shards": 1 }),
@@ -272,7 +283,12 @@ impl Cluster {
                 }
                 Branch::Rack(number, _) => self.place(*number),
             };
-            child["workers"] = json!(format!("{:#x}", bitmap(branch)));
+            child["workers"] = if job.names_workers {
+                json!(format!("{:#x}", workers_of(branch).iter().fold(0u64, |all, worker| all | 1 << worker)))
+            } else {
+                let text = workers_of(branch).iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+                json!(text[..text.len().min(64)])
+            };
             child
         };
         body["children"] = below.iter().map(child).collect();
@@ -303,15 +319,15 @@ impl Cluster {
     pub(crate) fn run_at(&mut self, server: SocketAddr, job: &Job, mut at: impl FnMut(&mut Cluster, u32)) {
         let origin = Instant::now();
         let now = || Time(origin.elapsed().as_nanos() as u64);
-        fn above(branches: &[Branch], worker: usize, parent: Option<usize>) -> Option<Option<usize>> {
-            branches.iter().find_map(|branch| match branch {
-                Branch::Worker(one) => (*one == worker).then_some(parent),
+        fn above(branches: &[Branch], worker: usize, parent: Option<usize>) -> Option<(Option<usize>, usize)> {
+            branches.iter().enumerate().find_map(|(place, branch)| match branch {
+                Branch::Worker(one) => (*one == worker).then_some((parent, place)),
                 Branch::Rack(number, below) => above(below, worker, Some(*number)),
             })
         }
         // A worker's number for the server is 0, for the aggregator above it 1.
-        let parents: Vec<Option<usize>> =
-            (0..job.workers).map(|worker| above(&job.tree, worker, None).expect("every worker has a place")).collect();
+        let (parents, places): (Vec<Option<usize>>, Vec<usize>) =
+            (0..job.workers).map(|worker| above(&job.tree, worker, None).expect("every worker has a place")).unzip();
         let timing = Timing::default();
         let mut workers: Vec<Worker> = (0..job.workers)
             .map(|worker| {
@@ -319,13 +335,13 @@ impl Cluster {
                     job: job.number,
                     epoch: job.epoch,
                     key: job.key,
-                    name: 1 << worker,
+                    name: 1 << if job.names_workers { worker } else { places[worker] },
                     window: job.window,
                     start: Serial(job.start),
                     parent: Endpoint(u32::from(parents[worker].is_some())),
                     server: Endpoint(0),
                     ask_parent: true,
-                    full_to_parent: false,
+                    full_to_parent: !job.names_workers && parents[worker].is_some(),
                     timing: if job.patient {
                         Timing {
                             path_dead_after: 100 * SECOND,
@@ -422,10 +438,10 @@ impl Cluster {
     }
 }
 
-fn bitmap(branch: &Branch) -> u64 {
+fn workers_of(branch: &Branch) -> Vec<usize> {
     match branch {
-        Branch::Worker(worker) => 1 << worker,
-        Branch::Rack(_, below) => below.iter().map(bitmap).sum(),
+        Branch::Worker(worker) => vec![*worker],
+        Branch::Rack(_, below) => below.iter().flat_map(workers_of).collect(),
     }
 }
 

@@ -58,6 +58,8 @@ pub(super) struct World<'a> {
     pub(super) scenario: Cluster<'a>,
     random: Random,
     pub(super) now: Time,
+    /// When a server has committed last.
+    moved: Time,
     network: Network<Datagram>,
     timers: Agenda<Timer>,
     /// By node: the link from its socket.
@@ -111,6 +113,7 @@ impl<'a> World<'a> {
             scenario,
             random,
             now: Time(0),
+            moved: Time(0),
             network,
             timers: Agenda::default(),
             sockets,
@@ -137,9 +140,11 @@ impl<'a> World<'a> {
             let Some(at) = self.timers.next_at().into_iter().chain(self.network.poll_timeout()).min() else {
                 return Err("nothing is left to happen".into());
             };
-            if at > Time(LIMIT) {
-                let results = self.outcome.results;
-                return Err(format!("stuck: {results} results after {} s of virtual time", LIMIT / SECOND));
+            if at > self.moved.plus(LIMIT) {
+                let (results, moved, limit) = (self.outcome.results, self.moved.0 / SECOND, LIMIT / SECOND);
+                return Err(format!(
+                    "stuck: {results} results, and no server has committed for {limit} s after {moved} s"
+                ));
             }
             self.now = at;
             self.network.handle_timeout(at);
@@ -257,7 +262,9 @@ impl<'a> World<'a> {
             }
             Some((job, None)) => {
                 if let Some(server) = &mut self.servers[job].machine {
-                    let _ = server.handle_packet(self.now, from, &bytes);
+                    if let Ok(Some(_)) = server.handle_packet(self.now, from, &bytes) {
+                        self.moved = self.now;
+                    }
                     self.drain_server(job);
                 }
             }
