@@ -222,9 +222,12 @@ impl Table {
         }
     }
 
-    /// Reserves the memory for blocks, if it has none.
+    /// Reserves the memory for blocks, if it has none. What is never written, such as places for floats in a job of integers, stays
+    /// the kernel's.
     pub(crate) fn reserve(&mut self) {
-        self.memory.resize(self.tenant.memory_bytes(self.slots.len()), 0);
+        if self.memory.is_empty() {
+            self.memory = vec![0; self.tenant.memory_bytes(self.slots.len())];
+        }
     }
 
     /// Forgets all blocks and frees their memory. What children have said of Ack and Credit stays.

@@ -185,6 +185,36 @@ fn more_than_64_workers() {
     }
 }
 
+/// Integers, of which blocks that are not finite travel as floats, at depth 2, with 5 % loss at every daemon: through aggregators, and past
+/// dead ones. First a rack dies, or its row, or both at once; then the dead come back, and the others die.
+#[test]
+fn deaths_on_one_path() {
+    for (seed, first, then) in [(1u64, &[1][..], &[0][..]), (2, &[0], &[1]), (3, &[0, 1], &[2])] {
+        let w = Branch::Worker;
+        let racks = vec![Branch::Rack(1, vec![w(0), w(1)]), Branch::Rack(2, vec![w(2), w(3)]), w(4)];
+        let tree = vec![Branch::Rack(0, racks), w(5)];
+        let job = Job { tree, patient: false, blocks: 1500, infinite: true, window: 32, ..Job::star(6, Format::I32) };
+        let job = Job { block_bytes: 64, ..job };
+        let lossy = |config: Config, more| Config { drop: Some((0.05, seed * 10 + more)), ..config };
+        let nodes = (0..3).map(|i| lossy(aggregator(1 + i % 2), u64::from(i))).collect();
+        let mut cluster = Cluster::start(lossy(config(Role::Server), 7), nodes, &job);
+        cluster.open(&job);
+        let mut stage = 0;
+        cluster.run(&job, |cluster, results| {
+            match (stage, results / 6) {
+                (0, 200..) => first.iter().for_each(|dead| cluster.kill(*dead)),
+                (1, 500..) => {
+                    first.iter().for_each(|back| cluster.restart(&job, *back));
+                    then.iter().for_each(|dead| cluster.kill(*dead));
+                }
+                _ => return,
+            }
+            stage += 1;
+        });
+        assert_eq!(stage, 2, "seed {seed}");
+    }
+}
+
 /// Unauthenticated peers that send as much as they can, from unknown and from forged addresses, change nothing, and are counted.
 #[test]
 fn unauthenticated_peers_flood() {

@@ -341,15 +341,25 @@ fn thousands_of_workers() {
     );
 }
 
-/// The figures of docs/design/aggregation.md: 4,096 workers add 25 blocks and compute for 0.97 s, 20 times. Meanwhile 10 aggregators
-/// are killed, one of them a row's.
+/// The figures of docs/benchmarks: 4,096 workers add 25 blocks and compute for 0.97 s, 20 times. Meanwhile 10 aggregators are killed, one
+/// of them a row's.
 #[test]
 #[ignore = "takes ten minutes; prints figures"]
 fn figures_of_thousands() {
-    figures(&Scenario { operation: 25, pause: 970 * MILLISECOND, ..thousands(4096, 500) });
+    figures(&training(4096), true);
 }
 
-fn figures(lossless: &Scenario) {
+/// The same with 256 workers: with loss, and 10 aggregators killed in some 20 s, it takes at most 1.3 times as long as without either.
+#[test]
+fn figures_of_hundreds() {
+    figures(&training(256), false);
+}
+
+fn training(workers: usize) -> Scenario {
+    Scenario { operation: 25, pause: 970 * MILLISECOND, ..thousands(workers, 500) }
+}
+
+fn figures(lossless: &Scenario, all: bool) {
     let undisturbed = check(lossless);
     println!("lossless: {:.2} s, {} packets", undisturbed.time as f64 / 1e9, undisturbed.packets);
     let mut aggregators: Vec<usize> = (0..9).map(|i| (3 + 14 * i) % (lossless.workers / 32)).collect();
@@ -357,17 +367,18 @@ fn figures(lossless: &Scenario) {
     let back = |aggregator: &usize| Fault::Restart { aggregator: *aggregator, down: SECOND };
     let dead = |aggregator: &usize| Fault::Die { aggregator: *aggregator };
     let kill = |worker: usize| Fault::Kill { job: 0, worker };
-    for (what, faults) in [
+    let cases = [
         ("1 % loss, 10 aggregators killed and back after a second", aggregators.iter().map(back).collect()),
         ("1 % loss", Vec::new()),
         ("1 % loss, 10 aggregators dead for good", aggregators.iter().map(dead).collect()),
         ("1 % loss, 2 workers killed", vec![kill(77), kill(lossless.workers - 1)]),
-    ] {
+    ];
+    for (number, (what, faults)) in cases.into_iter().take(if all { 4 } else { 1 }).enumerate() {
         let faults = spread(faults, undisturbed.arrived);
         let outcome = check(&Scenario { loss: 0.01, faults, ..lossless.clone() });
         let (time, ratio) = (outcome.time as f64 / 1e9, outcome.time as f64 / undisturbed.time as f64);
         println!("{what}: {time:.2} s, {ratio:.2} times, {} packets, {} lost", outcome.packets, outcome.lost);
-        assert_eq!(outcome.fallen, 0);
+        assert!(outcome.fallen == 0 && (number != 0 || ratio <= 1.3), "{} fallen, {ratio:.2} times", outcome.fallen);
     }
 }
 

@@ -256,7 +256,7 @@ class _Jobs:
             body = {**common, "tree": tree, "workers": workers, "names": "workers" if flat else "children"}
             self._put(_Put("server", server.address, job, _body(body)), until)
             for place, child in enumerate(children):
-                above = {"parent": {"address": server.address, "shards": 1}}
+                above: dict[str, Any] = {"parent": {"address": server.address, "shards": 1}}
                 if not flat:
                     above |= {"place": place, "server": server.address}
                 self._open_below(child, above, workers, shards, common, job, server.address, until)
@@ -276,7 +276,7 @@ class _Jobs:
     ) -> None:
         if isinstance(node, int):
             return
-        own = {"parent": {"address": node.address, "shards": shards[node.address]}}
+        own: dict[str, Any] = {"parent": {"address": node.address, "shards": shards[node.address]}}
         flat = "place" not in above
         shown = _bitmap if flat else _ranges
         children = [
@@ -390,7 +390,7 @@ class _Jobs:
         until = time.monotonic() + _LOOK_WITHIN_S
         try:
             jobs = _request("GET", put.server, "/jobs", b"", self._secret, until)[1]["jobs"]
-            bypassed = next((job["bypassed"] for job in jobs if job["job"] == put.job), [])
+            bypassed: list[str] = next((job["bypassed"] for job in jobs if job["job"] == put.job), [])
         except (OSError, ValueError, KeyError):
             return
         if put.address not in bypassed:

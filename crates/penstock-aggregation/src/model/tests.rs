@@ -3,9 +3,12 @@ use super::*;
 /// With all rules, no interleaving breaks anything.
 #[test]
 fn every_interleaving() {
-    holds(scope(Story::Plain, 3, 1), 1_900_000);
-    holds(scope(Story::Epochs, 1, 1), 550_000);
-    holds(scope(Story::Cut, 2, 0), 70_000);
+    // Each least number is just below what was counted. Where bitmaps named workers at every hop, the same events gave 2,017,973, 648,591
+    // and 85,476 states: the server held a worker's own block beside sums that contain it, and every packet down had a bitmap of those
+    // who bypass an aggregator. Now a child counts once, and the paths have one number.
+    holds(scope(Story::Plain, 3, 1), 1_970_000);
+    holds(scope(Story::Epochs, 1, 1), 580_000);
+    holds(scope(Story::Cut, 2, 0), 71_000);
 }
 
 /// Nor do two faults together, of the kinds that leave few enough states.
@@ -18,7 +21,7 @@ fn two_faults() {
 #[test]
 fn two_faults_and_epochs() {
     holds(Scope { kinds: Kinds::Losses, ..scope(Story::Epochs, 1, 2) }, 400_000);
-    holds(one_slot(2), 350_000);
+    holds(one_slot(2), 360_000);
 }
 
 /// Nor one while a link is cut.
@@ -31,23 +34,24 @@ fn a_fault_beside_a_cut() {
 #[test]
 fn every_interleaving_of_a_row() {
     let row = |story, blocks, faults, kinds| Scope { shape: Shape::Row, kinds, ..scope(story, blocks, faults) };
-    holds(row(Story::Plain, 3, 1, Kinds::Packets), 100_000);
-    holds(row(Story::Plain, 1, 2, Kinds::Packets), 1_000);
-    holds(row(Story::Cut, 2, 0, Kinds::All), 10_000);
-    holds(row(Story::CutAbove, 2, 0, Kinds::All), 10_000);
-    holds(row(Story::Dead, 2, 0, Kinds::All), 10_000);
-    holds(row(Story::AllDead, 1, 0, Kinds::All), 10_000);
-    holds(row(Story::Epochs, 1, 0, Kinds::All), 10_000);
+    holds(row(Story::Plain, 3, 1, Kinds::Packets), 340_000);
+    holds(row(Story::Plain, 1, 2, Kinds::Packets), 64_000);
+    holds(row(Story::Cut, 2, 0, Kinds::All), 390_000);
+    holds(row(Story::CutAbove, 2, 0, Kinds::All), 330_000);
+    holds(row(Story::Dead, 2, 0, Kinds::All), 1_500_000);
+    holds(row(Story::AllDead, 1, 0, Kinds::All), 42_000);
+    holds(row(Story::Epochs, 1, 0, Kinds::All), 60_000);
 }
 
 /// Nor with a fault besides: a packet that is lost or doubled, or the other aggregator that restarts.
 #[test]
 fn a_fault_in_a_row() {
-    for story in [Story::Cut, Story::CutAbove, Story::Dead, Story::AllDead] {
-        let row = Scope { shape: Shape::Row, kinds: Kinds::Packets, ..scope(story, 1, 1) };
-        holds(row, 1_000);
-    }
-    holds(Scope { shape: Shape::Beside, kinds: Kinds::Packets, ..scope(Story::Cut, 2, 1) }, 10_000);
+    let row = |story| Scope { shape: Shape::Row, kinds: Kinds::Packets, ..scope(story, 1, 1) };
+    holds(row(Story::Cut), 810_000);
+    holds(row(Story::CutAbove), 400_000);
+    holds(row(Story::Dead), 240_000);
+    holds(row(Story::AllDead), 580_000);
+    holds(Scope { shape: Shape::Beside, kinds: Kinds::Packets, ..scope(Story::Cut, 2, 1) }, 860_000);
 }
 
 /// Nor three.

@@ -97,6 +97,8 @@ pub(crate) struct Job {
     pub(crate) patient: bool,
     /// Bitmaps name workers, as for a switch, and not the children of a hop.
     pub(crate) names_workers: bool,
+    /// Every seventh block is not finite, and travels as floats ([`Route::Full`]).
+    pub(crate) infinite: bool,
     pub(crate) tree: Vec<Branch>,
 }
 
@@ -117,14 +119,24 @@ impl Job {
             offloads: true,
             patient: true,
             names_workers: false,
+            infinite: false,
             tree: vec![Branch::Rack(0, (0..workers).map(Branch::Worker).collect())],
         }
+    }
+
+    fn is_full(&self, block: u32) -> bool {
+        self.infinite && block % 7 == 3
+    }
+
+    /// The format of a block.
+    fn format_of(&self, block: u32) -> Format {
+        if self.is_full(block) { Format::F32 } else { self.format }
     }
 
     /// The block of a worker, the last ones shorter. Values that show where a wrong byte came from, and for whose sum the order
     /// matters.
     fn block(&self, worker: usize, block: u32) -> Vec<u8> {
-        let width = self.format.element_bytes();
+        let width = self.format_of(block).element_bytes();
         let length = if block % 7 == 6 { self.block_bytes / 2 / width * width } else { self.block_bytes };
         let mut state = (u64::from(self.number) << 40) ^ ((worker as u64) << 32) ^ u64::from(block);
         let mut next = || {
@@ -134,7 +146,9 @@ impl Job {
         let mut bytes = Vec::new();
         while bytes.len() < length {
             let draw = next();
-            match self.format {
+            match self.format_of(block) {
+                // Infinities of one sign: what a NaN's bits are is the processor's affair.
+                Format::F32 if self.is_full(block) && draw % 64 == 0 => bytes.extend(f32::INFINITY.to_be_bytes()),
                 Format::F32 => {
                     let value = (draw as i32 as f32) * [1e-3, 1.0, 1e6][(draw % 3) as usize];
                     bytes.extend(value.to_be_bytes());
@@ -156,21 +170,21 @@ impl Job {
             Branch::Worker(worker) => self.block(*worker, block),
             Branch::Rack(_, below) => self.sum(below, block),
         });
-        parts.reduce(|sum, part| self.add(&sum, &part)).expect("a child")
+        parts.reduce(|sum, part| self.add(self.format_of(block), &sum, &part)).expect("a child")
     }
 
-    fn add(&self, a: &[u8], b: &[u8]) -> Vec<u8> {
-        let width = self.format.element_bytes();
+    fn add(&self, format: Format, a: &[u8], b: &[u8]) -> Vec<u8> {
+        let width = format.element_bytes();
         let both = a.chunks(width).zip(b.chunks(width));
         let add = |(a, b): (&[u8], &[u8])| -> Vec<u8> {
-            match self.format {
+            match format {
                 Format::F32 => {
                     let value = |bytes: &[u8]| f32::from_be_bytes(bytes.try_into().unwrap());
                     (value(a) + value(b)).to_be_bytes().into()
                 }
                 Format::I16 | Format::Exponents => {
                     let value = |bytes: &[u8]| i16::from_be_bytes(bytes.try_into().unwrap());
-                    let max = self.format == Format::Exponents;
+                    let max = format == Format::Exponents;
                     let (a, b) = (value(a), value(b));
                     if max { a.max(b) } else { a.wrapping_add(b) }.to_be_bytes().into()
                 }
@@ -388,7 +402,11 @@ impl Cluster {
                             worker.handle_packet(now(), endpoint, datagram)
                         {
                             let block = seq.ahead_of(Serial(job.start)) as u32;
-                            assert_eq!((format, exponent), (job.format, -7), "block {block} of worker {number}");
+                            assert_eq!(
+                                (format, exponent),
+                                (job.format_of(block), -7),
+                                "block {block} of worker {number}"
+                            );
                             assert_eq!(payload, expected[block as usize], "block {block} of worker {number}");
                             assert!(
                                 !std::mem::replace(&mut got[number][block as usize], true),
@@ -401,7 +419,8 @@ impl Cluster {
                 for (to, answer) in answers {
                     socket.queue(to, &answer, &[]);
                 }
-                while posted[number] < job.blocks && worker.post(Route::Tree).is_some() {
+                let route = |block| if job.is_full(block) { Route::Full } else { Route::Tree };
+                while posted[number] < job.blocks && worker.post(route(posted[number])).is_some() {
                     posted[number] += 1;
                 }
                 if worker.poll_timeout() <= now() {
@@ -409,7 +428,8 @@ impl Cluster {
                 }
                 while let Some(Outbound { to, header }) = worker.poll_transmit(now()) {
                     let (format, exponent, block) = if header.kind == Kind::Push {
-                        (job.format, -7, &blocks[number][header.seq.ahead_of(Serial(job.start)) as usize][..])
+                        let block = header.seq.ahead_of(Serial(job.start)) as u32;
+                        (job.format_of(block), -7, &blocks[number][block as usize][..])
                     } else {
                         (Format::None, 0, &[][..])
                     };
