@@ -1254,6 +1254,9 @@ def test_jobs_of_many_ranks() -> None:
     )
     with pytest.raises(ConfigError, match=words):
         two.check_world(191)
+    assert (jobs._ranges((7, 0, 1, 2)), jobs._ranges(tuple(range(64, 128)))) == ("0-2,7", "64-127")
+    scattered = jobs._ranges(tuple(range(0, 4096, 4)))
+    assert len(scattered) <= 64 and scattered.startswith("0,4,8") and scattered.endswith(",...")
     switch = deployment.parse(SWITCH, "d.yaml")
     switch.check_world(64)
     with pytest.raises(ConfigError, match=r"a job of 65 ranks; with a switch \(10\.0\.0\.2:7471\) at most 64"):

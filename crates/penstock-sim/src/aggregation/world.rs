@@ -28,6 +28,8 @@ struct ServerNode {
     machine: Option<Server>,
     /// The epoch that it has open, or would have.
     epoch: u16,
+    /// When it has committed last.
+    committed: Time,
 }
 
 /// What happens at a time of its own. Packets are the network's affair.
@@ -58,8 +60,6 @@ pub(super) struct World<'a> {
     pub(super) scenario: Cluster<'a>,
     random: Random,
     pub(super) now: Time,
-    /// When a server has committed last.
-    moved: Time,
     network: Network<Datagram>,
     timers: Agenda<Timer>,
     /// By node: the link from its socket.
@@ -104,7 +104,11 @@ impl<'a> World<'a> {
                 })
                 .collect(),
             servers: (0..scenario.jobs)
-                .map(|job| ServerNode { machine: Some(scenario.server(Time(0), job, &epochs[job][0])), epoch: 0 })
+                .map(|job| ServerNode {
+                    machine: Some(scenario.server(Time(0), job, &epochs[job][0])),
+                    epoch: 0,
+                    committed: Time(0),
+                })
                 .collect(),
             ranks: (0..scenario.jobs).map(|_| (0..scenario.workers).map(|_| None).collect()).collect(),
             expected: HashMap::new(),
@@ -113,7 +117,6 @@ impl<'a> World<'a> {
             scenario,
             random,
             now: Time(0),
-            moved: Time(0),
             network,
             timers: Agenda::default(),
             sockets,
@@ -140,8 +143,9 @@ impl<'a> World<'a> {
             let Some(at) = self.timers.next_at().into_iter().chain(self.network.poll_timeout()).min() else {
                 return Err("nothing is left to happen".into());
             };
-            if at > self.moved.plus(LIMIT) {
-                let (results, moved, limit) = (self.outcome.results, self.moved.0 / SECOND, LIMIT / SECOND);
+            let moved = self.servers.iter().map(|server| server.committed).max().expect("a job has a server");
+            if at > moved.plus(LIMIT) {
+                let (results, moved, limit) = (self.outcome.results, moved.0 / SECOND, LIMIT / SECOND);
                 return Err(format!(
                     "stuck: {results} results, and no server has committed for {limit} s after {moved} s"
                 ));
@@ -263,7 +267,7 @@ impl<'a> World<'a> {
             Some((job, None)) => {
                 if let Some(server) = &mut self.servers[job].machine {
                     if let Ok(Some(_)) = server.handle_packet(self.now, from, &bytes) {
-                        self.moved = self.now;
+                        self.servers[job].committed = self.now;
                     }
                     self.drain_server(job);
                 }
