@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import re
@@ -107,6 +108,44 @@ def _change() -> list[bool]:
     first.wait()
     block.change(7)
     ended.append(bool((bulk == 2).all()) and bool((small == 2).all()))
+    dist.destroy_process_group()
+    return ended
+
+
+@pytest.mark.parametrize("with_ddp", [False, True])
+def test_urgent_gradients_overtake_on_a_link(with_ddp: bool) -> None:
+    """Behind two seconds of bytes, those of an urgent model arrive before them, those of one that is less urgent afterwards."""
+    with testbed.Testbed(hosts=2, link=testbed.LinkSpec(rate_mbit=100)) as bed:
+        for ended in ranks.run(functools.partial(_train, with_ddp), count=2, bed=bed):
+            assert ended == ["urgent", "bulk"]
+
+
+def _train(with_ddp: bool) -> list[str]:
+    dist.init_process_group("penstock")
+    with pytest.raises(Config, match="from 0"):
+        penstock.torch.GradientReducer(torch.nn.Linear(1, 1), priority=-1)
+    ended = []
+
+    def model(priority: int) -> torch.nn.Module:
+        made = torch.nn.Linear(16384, 2)
+        if not with_ddp:
+            penstock.torch.GradientReducer(made, priority=priority)
+            return made
+        wrapped = torch.nn.parallel.DistributedDataParallel(made)
+        penstock.torch.ddp_hook(wrapped, priority=priority)
+        return wrapped
+
+    urgent, later = model(0), model(255)
+    bulk, values = torch.full((6 << 20,), 1.0), torch.full((1, 16384), float(dist.get_rank()))
+    dist.barrier()
+    first = dist.all_reduce(bulk, async_op=True)
+    urgent(values).sum().backward()
+    ended += ["urgent"] * (not first.is_completed())
+    later(values).sum().backward()
+    ended += ["bulk"] * first.is_completed()
+    first.wait()
+    for each in (urgent, later):
+        assert all(bool((one.grad == (0.5 if one.ndim == 2 else 1.0)).all()) for one in each.parameters())
     dist.destroy_process_group()
     return ended
 

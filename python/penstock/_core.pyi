@@ -207,6 +207,7 @@ class Reducer:
         wire: str | None,
         error_feedback: bool = False,
         check_finite: bool,
+        priority: int = 0,
         timeout_s: float,
     ) -> Reducer: ...
     def submit(self, index: int, address: int, bytes: int, keep: Any, *, absent: bool = False) -> None: ...

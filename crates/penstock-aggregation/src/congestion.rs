@@ -9,6 +9,12 @@
 //!
 //! The *shares* of a link need no rule. A block ends when all workers have pushed it, so all go at one rate; a worker whose
 //! window is larger than another's only waits longer for its results.
+//!
+//! None of that keeps queues short, and bulk does not mind them: 256 blocks are 16 ms of a link of 1 Gbit/s. What is urgent does mind: its
+//! packets stand behind those that have left. So while there is such ([`Congestion::keep_short`]), a second window holds round trips
+//! [`QUEUED`] above the least one, as delay-based congestion control does (Swift, SIGCOMM 2020, section 3.1).
+
+use penstock_types::MILLISECOND;
 
 /// A worker's congestion window and its state.
 #[derive(Clone, Debug)]
@@ -25,18 +31,36 @@ pub(super) struct Congestion {
     in_flight: usize,
     /// A block waits for room in the window.
     limited: bool,
+    /// The least round trip of this path, in nanoseconds.
+    least: u64,
+    /// The window that keeps queues short, while that is asked for.
+    short: Option<f64>,
 }
 
 impl Congestion {
     pub(super) fn new() -> Congestion {
-        Congestion { window: FIRST, loss: 0.0, slow_start: true, since: 0, in_flight: 0, limited: false }
+        Congestion {
+            window: FIRST,
+            loss: 0.0,
+            slow_start: true,
+            since: 0,
+            in_flight: 0,
+            limited: false,
+            least: u64::MAX,
+            short: None,
+        }
+    }
+
+    /// From now on blocks leave so that queues are short, or as many as the path carries.
+    pub(super) fn keep_short(&mut self, is_short: bool) {
+        self.short = is_short.then(|| self.short.unwrap_or(self.in_flight as f64).max(FIRST));
     }
 
     /// Whether another block may leave; `is_one` says whether there is one.
     pub(super) fn has_room(&mut self, is_one: bool) -> bool {
         let room = self.in_flight < self.window as usize;
         self.limited = is_one && !room;
-        is_one && room
+        is_one && room && self.short.is_none_or(|short| self.in_flight < short as usize)
     }
 
     /// A block left for the first time.
@@ -54,6 +78,21 @@ impl Congestion {
         self.in_flight -= 1;
     }
 
+    /// The longest round trip in short queues, in nanoseconds, if nobody is late.
+    pub(super) fn round_trip(&self) -> u64 {
+        if self.least == u64::MAX { FIRST_ROUND_TRIP } else { self.least + 2 * QUEUED }
+    }
+
+    /// The result of a block came that was pushed once, this long ago in nanoseconds.
+    pub(super) fn on_round_trip(&mut self, sample: u64) {
+        self.least = self.least.min(sample);
+        if let Some(short) = &mut self.short {
+            // As many blocks as are in flight in the round trip that is wanted, after that many answers.
+            let wanted = (self.least + QUEUED) as f64 / sample.max(1) as f64;
+            *short = (*short + (wanted - 1.0).clamp(-0.5, 1.0)).clamp(FIRST, self.window.max(FIRST));
+        }
+    }
+
     /// The first push of a block was lost: transmission number `order` of `orders`.
     pub(super) fn on_loss(&mut self, order: u64, orders: u64) {
         if order < self.since {
@@ -68,7 +107,7 @@ impl Congestion {
 
     /// The path has changed: starts again without knowledge of it.
     pub(super) fn on_new_path(&mut self) {
-        (self.loss, self.slow_start) = (0.0, true);
+        (self.loss, self.slow_start, self.least) = (0.0, true, u64::MAX);
     }
 
     /// The weight of one push in the smoothed share: at least one push in a window, since losses come in bursts.
@@ -94,6 +133,11 @@ const TOLERATED: f64 = 0.2;
 const GAIN: f64 = 1.0 / 32.0;
 /// By how much the window grows for each window's worth of answers.
 const GROWTH: f64 = 1.0 / 32.0;
+/// How much longer than the least one round trips are in short queues. Less than what others urgently want to send may wait
+/// (docs/guide/priority.md), and enough for what processes are late.
+const QUEUED: u64 = 3 * MILLISECOND;
+/// The longest one before any was measured.
+const FIRST_ROUND_TRIP: u64 = 100 * MILLISECOND;
 
 #[cfg(test)]
 mod tests {
@@ -152,5 +196,44 @@ mod tests {
         assert_eq!(congestion.window(), 16);
         congestion.on_new_path();
         assert!(congestion.slow_start);
+    }
+
+    /// A link that carries a block in 60 us, with 500 us on the way: while queues are to be short, blocks wait [`QUEUED`] in it, after a
+    /// few round trips and from then on, and the link never runs dry; before and afterwards as long as the window fills it.
+    #[test]
+    fn short_queues() {
+        const SENDS: u64 = 60_000;
+        const TRAVELS: u64 = 500_000;
+        const SECOND: u64 = 1_000_000_000;
+        let mut congestion = Congestion { window: 256.0, slow_start: false, ..Congestion::new() };
+        let mut in_flight = std::collections::VecDeque::new();
+        let (mut now, mut free_at) = (0, 0);
+        let mut until = |congestion: &mut Congestion, end: u64| {
+            let (mut round_trip, mut idle) = (0, 0);
+            while now < end {
+                while congestion.has_room(true) {
+                    congestion.on_push();
+                    idle += now.saturating_sub(free_at);
+                    free_at = now.max(free_at) + SENDS;
+                    in_flight.push_back((now, free_at + TRAVELS));
+                }
+                let (sent, answered) = in_flight.pop_front().expect("there always is room for one");
+                now = answered;
+                round_trip = now - sent;
+                congestion.on_round_trip(round_trip);
+                congestion.on_answer();
+            }
+            (round_trip, idle)
+        };
+        assert!(until(&mut congestion, SECOND).0 > 15 * MILLISECOND);
+        congestion.keep_short(true);
+        until(&mut congestion, SECOND + 100 * MILLISECOND);
+        for second in 2..30 {
+            let (round_trip, idle) = until(&mut congestion, second * SECOND);
+            assert!((QUEUED..QUEUED + MILLISECOND).contains(&round_trip), "{round_trip} ns in second {second}");
+            assert_eq!(idle, 0, "in second {second}");
+        }
+        congestion.keep_short(false);
+        assert!(until(&mut congestion, 31 * SECOND).0 > 15 * MILLISECOND);
     }
 }

@@ -10,6 +10,7 @@
 //! The machine holds no bytes: the driver fills in block `seq` when it is told to send it, and takes results from the packet.
 //! Rules decide *what* is sent again, time-outs decide *when*; the model check lets them fire at any moment.
 
+mod giving_way;
 mod timing;
 
 pub use timing::Timing;
@@ -163,6 +164,8 @@ struct Clock {
     doubtful: u32,
     backoff: u32,
     progress_at: Time,
+    /// When the last result came, or the first block left after all results were here.
+    moved_at: Time,
     orders: u64,
     scan_at: Option<Time>,
     /// While nothing is left to push that would overtake lost packets: when missing results are requested, and how often they
@@ -233,6 +236,7 @@ impl Worker {
                 doubtful: 0,
                 backoff: 0,
                 progress_at: now,
+                moved_at: now,
                 orders: 0,
                 scan_at: None,
                 quiet_at: None,
@@ -261,11 +265,6 @@ impl Worker {
         self.entries[index].route = route;
         self.posted = seq.plus(1);
         Some(seq)
-    }
-
-    /// Pushes no block for the first time before `until`. What has left before is sent again and asked for as ever.
-    pub fn hold(&mut self, until: Time) {
-        self.held = until;
     }
 
     /// The lowest block without a result: all blocks before it are done.
@@ -407,7 +406,7 @@ impl Worker {
         let granted = granted && now >= self.held;
         if self.congestion.has_room(self.next != self.posted && granted) {
             if self.next == self.received {
-                self.clock.progress_at = now;
+                (self.clock.progress_at, self.clock.moved_at) = (now, now);
                 self.clock.heartbeat_at = self.clock.heartbeat_at.min(now.plus(self.config.timing.heartbeat_every));
             }
             let seq = self.next;
@@ -519,9 +518,11 @@ impl Worker {
         let entry = &mut self.entries[index];
         (entry.state, entry.due_push, entry.due_request) = (State::Done, false, false);
         self.made_progress(now);
+        self.clock.moved_at = now;
         self.answered(seq);
         if !repeated {
             self.measure(now.since(sent_at));
+            self.congestion.on_round_trip(now.since(sent_at));
         }
         if misses > 0 {
             self.clock.doubtful = if misses > 1 { self.clock.doubtful + 1 } else { 0 };

@@ -331,6 +331,7 @@ mod tests {
             wire: None,
             error_feedback: false,
             check_finite: false,
+            priority: Priority(0),
             timeout: u64::MAX,
         })
         .expect("a reducer");

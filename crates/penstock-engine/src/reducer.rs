@@ -64,6 +64,8 @@ pub struct ReducerSpec {
     pub error_feedback: bool,
     /// Fail all ranks when a submitted gradient holds NaN or infinity, and name it. Costs one more read of the gradient.
     pub check_finite: bool,
+    /// How urgent rounds and buckets are.
+    pub priority: Priority,
     /// Time-out of an all-reduce, in nanoseconds.
     pub timeout: u64,
 }
@@ -111,6 +113,7 @@ struct Inner {
     gradients: Vec<Gradient>,
     op: ReduceOp,
     check_finite: bool,
+    priority: Priority,
     timeout: u64,
     state: Mutex<State>,
 }
@@ -221,6 +224,7 @@ impl Reducer {
             gradients: spec.gradients,
             op: spec.op,
             check_finite: spec.check_finite,
+            priority: spec.priority,
             timeout: spec.timeout,
             state: Mutex::new(state),
         })))
@@ -525,7 +529,7 @@ impl Reducer {
             output: address,
             tag: 0,
             coflow: 0,
-            priority: Priority(0),
+            priority: self.0.priority,
             hold: false,
             timeout: self.0.timeout,
             keep: None,

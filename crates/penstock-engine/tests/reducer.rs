@@ -552,6 +552,7 @@ impl Ranks {
             wire: None,
             error_feedback: false,
             check_finite: false,
+            priority: Priority(0),
             timeout: 20_000_000_000,
         }
     }

@@ -7,7 +7,6 @@
 
 use crate::fds::Fd;
 use crate::memory::Mapped;
-use penstock_stream::peer::HoldLimit;
 use penstock_types::{MILLISECOND, Time};
 use rustix::fs::{FallocateFlags, FileType, Mode, OFlags};
 use rustix::time::{ClockId, clock_gettime};
@@ -82,9 +81,26 @@ impl Arbiter {
         (1..=CLAIM_FOR).contains(&left).then(|| now.plus(left))
     }
 
-    /// Whether what is not urgent may wait for other processes.
+    /// Whether what is not urgent may wait for others: for those that claim, and for other hosts' that ask this thread to pause.
     pub fn may_hold(&mut self, now: Time) -> bool {
         self.limit.allows(now)
+    }
+}
+
+/// Bounds for how long messages wait for more urgent ones, so that they end where others are urgent all the time.
+#[derive(Clone, Copy, Debug, Default)]
+struct HoldLimit {
+    /// When they began to wait.
+    since: Time,
+}
+
+impl HoldLimit {
+    /// Whether they may wait now: for 200 of 250 ms.
+    fn allows(&mut self, now: Time) -> bool {
+        if now.since(self.since) > HELD_MOST + HELD_PAUSE {
+            self.since = now;
+        }
+        now.since(self.since) <= HELD_MOST
     }
 }
 
@@ -100,10 +116,21 @@ const OWNERS: u64 = (1 << OWNER_BITS) - 1;
 const UNIT: u64 = 1 << 16;
 /// How long a claim lasts. It is renewed with every acknowledgement, and costs the others' bulk this time at the end.
 const CLAIM_FOR: u64 = 3 * MILLISECOND / 2;
+/// How long messages wait at most, and for how long they do not wait then.
+const HELD_MOST: u64 = 200 * MILLISECOND;
+const HELD_PAUSE: u64 = 50 * MILLISECOND;
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// However often others ask, messages wait for four fifths of the time at most.
+    #[test]
+    fn waiting_ends() {
+        let mut limit = HoldLimit::default();
+        let held = (1000..2000).filter(|ms| limit.allows(Time(ms * MILLISECOND))).count();
+        assert!((780..=830).contains(&held), "held for {held} of 1000 ms");
+    }
 
     /// What one process claims the others see for a few milliseconds, and itself never.
     #[test]

@@ -3,6 +3,7 @@
 use crate::engine::{Group, Ticket, algorithm_named, dtype_named, reduce_op};
 use crate::error;
 use penstock_engine::{Gradient, ReducerSpec, Way};
+use penstock_types::Priority;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::any::Any;
@@ -15,10 +16,11 @@ pub(crate) struct Reducer(penstock_engine::Reducer);
 impl Reducer {
     /// `rounds` and `buckets` are channels of the same `world` ranks that nothing else uses; `gradients` are (name, elements,
     /// dtype, number of their layout), by index, the same on all ranks. `op`: "sum" or "avg". `wire`: None, "float16" or
-    /// "bfloat16"; `error_feedback` needs one of the last two.
+    /// "bfloat16"; `error_feedback` needs one of the last two. `priority`: of rounds and buckets, as for [`Group`]s' operations.
     #[new]
     #[pyo3(signature = (
-        *, rounds, buckets, rank, world, gradients, op, bucket_bytes, wire, error_feedback=false, check_finite, timeout_s
+        *, rounds, buckets, rank, world, gradients, op, bucket_bytes, wire, error_feedback=false, check_finite, priority=0,
+        timeout_s
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -33,6 +35,7 @@ impl Reducer {
         wire: Option<&str>,
         error_feedback: bool,
         check_finite: bool,
+        priority: i32,
         timeout_s: f64,
     ) -> PyResult<Reducer> {
         let gradients = gradients
@@ -50,6 +53,7 @@ impl Reducer {
             wire: wire.map(dtype_named).transpose()?,
             error_feedback,
             check_finite,
+            priority: Priority(priority),
             timeout: (timeout_s * 1e9) as u64,
         };
         penstock_engine::Reducer::new(spec).map(Reducer).map_err(|failure| error(py, &failure))

@@ -36,7 +36,6 @@ mod urgency;
 
 pub use self::operation::{Arrival, Landing, OpStatus};
 pub use self::outgoing::{Body, Copied, Outgoing};
-pub use self::pauses::HoldLimit;
 pub use self::pull::{Outbound, Payload, seal};
 pub use self::receive::{Finish, verify};
 pub use self::urgency::Urgency;

@@ -20,7 +20,7 @@ class Urgency:
     """The operations that a thread has started in a block of `priority`, and how urgent they are."""
 
     def __init__(self, number: int) -> None:
-        self._number = _checked(number)
+        self._number = checked(number)
         # A signal handler may change what its thread is about to add.
         self._lock = threading.RLock()
         self._running: list[tuple[Group, Ticket]] = []
@@ -39,7 +39,7 @@ class Urgency:
         Raises:
             penstock.errors.Config: it is no whole number from 0 to 255.
         """
-        number = _checked(number)
+        number = checked(number)
         with self._lock:
             self._number = number
             for group, ticket in self._running:
@@ -64,8 +64,8 @@ def priority(number: int) -> Iterator[Urgency]:
     Of all frames that can leave this rank now, those of the most urgent operation leave first; to one rank and of one priority,
     those that were queued first. Between hosts, operations with less than 128 have a stream that the others leave free.
     Priorities change when bytes travel, never what they become. Each rank sends by its own, so ranks should agree. A batch
-    (`torch.distributed.batch_isend_irecv`) takes each call's. What goes through aggregators keeps its order within a group. What
-    a front starts has none.
+    (`torch.distributed.batch_isend_irecv`) takes each call's. What goes through aggregators keeps its order within a group. A
+    `GradientReducer` has a priority of its own; Horovod's and JAX's operations have none.
 
     The block's value changes the priority of what the block has started (`Urgency.change`).
 
@@ -90,7 +90,12 @@ def engine_priority(number: int) -> int:
     return number - USUAL
 
 
-def _checked(number: int) -> int:
+def checked(number: int) -> int:
+    """The number, if it is a priority.
+
+    Raises:
+        penstock.errors.Config: it is no whole number from 0 to 255.
+    """
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= _LEAST:
         raise Config(f"a priority is a whole number from 0 (the most urgent) to {_LEAST}, not {number!r}")
     return number

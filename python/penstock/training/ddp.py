@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from penstock import renamed
 from penstock.errors import Config as ConfigError
+from penstock.runtime import urgency
 from penstock.training import tuning
 from penstock.training.gradients import GradientReducer
 from penstock.training.passes import BackwardPass
 from penstock.training.steps import States
-from penstock.training.trained import Trained
 
 __all__ = ["ddp_hook"]
 
@@ -33,6 +33,7 @@ def ddp_hook(
     bucket_bytes: int = 4 << 20,
     wire: torch.dtype | None = None,
     error_feedback: bool = False,
+    priority: int = urgency.USUAL,
     tune: tuning.Tune = None,
 ) -> GradientReducer:
     """Reduce the gradients of a DDP model as soon as all ranks have them, instead of one DDP bucket after the other.
@@ -48,7 +49,7 @@ def ddp_hook(
 
     Args:
         model: not in the middle of a backward pass, and without another communication hook.
-        bucket_bytes, wire, error_feedback, tune: as for `GradientReducer`.
+        bucket_bytes, wire, error_feedback, priority, tune: as for `GradientReducer`.
 
     Returns:
         the reducer, for `GradientReducer.stats` and the like; the model keeps it alive.
@@ -56,7 +57,9 @@ def ddp_hook(
     Raises:
         penstock.errors.Config: as `GradientReducer`; the model has ``static_graph``. In ``backward``: it is within ``join``.
     """
-    reducer = _DDPReducer(model, bucket_bytes=bucket_bytes, wire=wire, error_feedback=error_feedback, tune=tune)
+    reducer = _DDPReducer(
+        model, bucket_bytes=bucket_bytes, wire=wire, error_feedback=error_feedback, priority=priority, tune=tune
+    )
     try:
         model.register_comm_hook(reducer, _ddp_bucket_is_full)
     except BaseException:
@@ -108,8 +111,8 @@ class _DDPReducer(GradientReducer):
         # A step on these is this rank's own, as it is under DDP without the hook.
         self._steps.passes += 1
 
-    def _check_sole(self, model: Any, trained: Trained) -> None:
-        self._check_other_reducers(trained)
+    def _averages_itself(self, model: Any) -> bool:
+        return False  # the hook takes its place
 
     def _ignored(self, model: Any) -> set[torch.nn.Parameter]:
         # DDP ignores names; what is ignored is each rank's own.

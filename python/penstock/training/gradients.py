@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import itertools
 import logging
 import weakref
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from penstock import _core, renamed
 from penstock.errors import Config as ConfigError
 from penstock.errors import PenstockError
-from penstock.runtime import config, process
+from penstock.runtime import config, process, urgency
 from penstock.torch import backend
 from penstock.torch.gather import gatherer
 from penstock.training import checks, optimizer_steps, ownership, passes, sparse, tuning
@@ -65,6 +64,8 @@ class GradientReducer:
             what is too small for 16 bits arrives some steps later instead of never (Seide et al. 2014; Karimireddy et al.
             2019). Four bytes a parameter. The kept remainders belong to this object: they begin with zeros, are no part of a
             checkpoint, and are lost with the reducer, and when a step fails (docs/guide/compression.md).
+        priority: how urgent gradients are (docs/guide/priority.md): 0 the most, 255 the least. Each rank sends by its own. Sparse
+            gradients have the usual one.
         broadcast: give all ranks the parameters (and a module's buffers) of rank 0 now, as DDP does.
         tune: find out how gradients travel best, during the first steps of training (docs/guide/tune.md). True, or
             `penstock.tune.Options`; a `penstock.tune.Setting`, or a tuner's record or its file, to pin a choice; False. None:
@@ -106,13 +107,17 @@ class GradientReducer:
         bucket_bytes: int = 4 << 20,
         wire: torch.dtype | None = None,
         error_feedback: bool = False,
+        priority: int = urgency.USUAL,
         broadcast: bool = True,
         tune: tuning.Tune = None,
     ) -> None:
         self._trained = trained = Trained(model, self._ignored(model), with_sparse=self._averages_sparse)
         if bucket_bytes <= 0:
             raise ConfigError(f"bucket_bytes must be positive, not {bucket_bytes}")
-        self._check_sole(model, trained)
+        urgency.checked(priority)
+        if self._averages_itself(model):
+            raise ConfigError("a DistributedDataParallel model averages its gradients itself: call ddp_hook(model)")
+        trained.check_apart(lambda: [other._trained for other in list(_alive.values())])
         self._group = group
         self._backend = backend.of(group)
         agreed = tuning.agree(tune, group)
@@ -123,7 +128,15 @@ class GradientReducer:
         if broadcast:
             broadcast_values((tensor for _, tensor in tensors), self._backend)
         with contextlib.ExitStack() as ends:
-            self._build(model, ends, agreed, bucket_bytes=bucket_bytes, wire=wire, error_feedback=error_feedback)
+            self._build(
+                model,
+                ends,
+                agreed,
+                bucket_bytes=bucket_bytes,
+                wire=wire,
+                error_feedback=error_feedback,
+                priority=urgency.engine_priority(priority),
+            )
             self._end = weakref.finalize(self, ends.pop_all().close)
         self._end.atexit = False
         self._keep()
@@ -139,6 +152,7 @@ class GradientReducer:
         bucket_bytes: int,
         wire: torch.dtype | None,
         error_feedback: bool,
+        priority: int,
     ) -> None:
         """Open the channels and register the hooks. What undoes that goes to ``ends``, which refers to no part of this object."""
         trained = self._trained
@@ -168,6 +182,7 @@ class GradientReducer:
             wire=wire_name,
             error_feedback=error_feedback,
             check_finite="nan" in asked,
+            priority=priority,
             timeout_s=self._backend.timeout_s,
         )
         self._setting = Setting(
@@ -588,22 +603,8 @@ class GradientReducer:
         """Parameters that require a gradient and are not to be averaged."""
         return set()
 
-    def _check_sole(self, model: Any, trained: Trained) -> None:
-        """Raise if something else averages these gradients: both would do so at the same time, in the same memory."""
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            raise ConfigError("a DistributedDataParallel model averages its gradients itself: call ddp_hook(model)")
-        self._check_other_reducers(trained)
-
-    @staticmethod
-    def _check_other_reducers(trained: Trained) -> None:
-        if _averaged(trained) is not None:
-            gc.collect()  # a reducer that nobody refers to any more, though Python has not noticed
-        name = _averaged(trained)
-        if name is not None:
-            raise ConfigError(
-                f"the gradient of {name} is averaged by another reducer, which was not closed: call its close() before another "
-                "one is made, on all ranks"
-            )
+    def _averages_itself(self, model: Any) -> bool:
+        return isinstance(model, torch.nn.parallel.DistributedDataParallel)
 
     def _check_left_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Raise if one of these, which this reducer does not average, has a gradient: the model was unfrozen, or it grew, and
@@ -681,13 +682,6 @@ class GradientReducer:
                 elif place.data_ptr() != gradient.data_ptr():
                     place.copy_(gradient)
             averages[index] = state(place)
-
-
-def _averaged(trained: Trained) -> str | None:
-    """The name of a parameter that some reducer averages already."""
-    taken = set().union(*(other._trained.all for other in list(_alive.values())))
-    names = zip(trained.dense + trained.sparse, trained.names + trained.sparse_names, strict=True)
-    return next((name for one, name in names if one in taken), None)
 
 
 _CALL_AVERAGE = (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
@@ -96,6 +97,23 @@ class Trained:
             found = [one for group in optimizer.param_groups for one in group["params"] if id(one) in parts]
             known = self._joined[optimizer] = ids, found
         return known[1]
+
+    def check_apart(self, others: Callable[[], Iterable[Trained]]) -> None:
+        """Raise if one of the parameters is also of another reducer: both would average its gradient at the same time, where it
+        lies."""
+        if self._name_in(others()) is not None:
+            gc.collect()  # a reducer that nobody refers to any more, though Python has not noticed
+        name = self._name_in(others())
+        if name is not None:
+            raise ConfigError(
+                f"the gradient of {name} is averaged by another reducer, which was not closed: call its close() before another "
+                "one is made, on all ranks"
+            )
+
+    def _name_in(self, others: Iterable[Trained]) -> str | None:
+        taken = set().union(*(other.all for other in others))
+        names = zip(self.dense + self.sparse, self.names + self.sparse_names, strict=True)
+        return next((name for one, name in names if one in taken), None)
 
     def name_of_part(self, parameters: Iterable[torch.nn.Parameter]) -> str | None:
         """The name of the first of these that is a part of the model now, though it is not averaged; None if none is."""

@@ -290,6 +290,18 @@ impl Core {
         self.streams.iter_mut().for_each(|stream| stream.worker.hold(until));
     }
 
+    /// Whether nothing but other ranks keeps operations from going on.
+    #[must_use]
+    pub fn waits_for_others(&self, now: Time) -> bool {
+        let mut waiting = self.streams.iter().filter_map(|stream| stream.worker.waits_for_others(now)).peekable();
+        waiting.peek().is_some() && waiting.all(|waits| waits)
+    }
+
+    /// Whether blocks leave so that queues on the way are short, for others that are more urgent.
+    pub fn keep_short(&mut self, is_short: bool) {
+        self.streams.iter_mut().for_each(|stream| stream.worker.keep_short(is_short));
+    }
+
     /// The next packet for a server. `payload` is as long as a packet may be.
     pub fn poll_transmit(&mut self, now: Time, server: usize, payload: &mut [u8]) -> Option<Packet> {
         self.post(server);

@@ -13,6 +13,7 @@ use penstock_net::arbiter::Arbiter;
 use penstock_net::datagrams::Datagrams;
 use penstock_plan::Algorithm;
 use penstock_stream::fingerprint::Fingerprint;
+use penstock_stream::peer::Urgency;
 use penstock_types::{Failure, FailureKind, MILLISECOND, Priority, SECOND, Time};
 use std::any::Any;
 use std::collections::VecDeque;
@@ -72,6 +73,8 @@ struct Yielding {
     arbiter: Arbiter,
     /// When to look again: until then no block leaves for the first time, or the claim has to be renewed.
     next: Option<Time>,
+    /// Until when more is to be expected of what others send urgently.
+    expected: Time,
 }
 
 /// What keeps operations from ending.
@@ -155,6 +158,7 @@ impl Driver {
             yielding: Yielding {
                 arbiter: if spec.gives_way { Arbiter::of_this_host() } else { Arbiter::none() },
                 next: None,
+                expected: Time(0),
             },
             troubles: Troubles::default(),
             payload: vec![0; spec.payload_bytes],
@@ -382,19 +386,26 @@ impl Driver {
         }
     }
 
-    /// Blocks wait while somebody else of this host sends what is urgent, and others are told while an operation here is: its blocks
-    /// come after those of all operations before it, which are as urgent therefore.
+    /// Blocks wait while somebody else of this host sends what is urgent, and leave short queues for some time afterwards. Others are
+    /// told while an operation here is urgent, and would wait in vain where it waits for another rank. Its blocks come after those of
+    /// all operations before it, which are as urgent therefore.
     fn give_way(&mut self, now: Time) {
-        let Yielding { arbiter, next } = &mut self.yielding;
+        let Yielding { arbiter, next, expected } = &mut self.yielding;
+        let is_urgent = self.running.iter().any(|running| running.priority.is_urgent());
         let mut held = None;
-        if self.running.iter().any(|running| running.priority.is_urgent()) {
+        if is_urgent && !self.core.waits_for_others(now) {
             arbiter.claim();
             *next = Some(now.plus(CLAIM_EVERY));
+        } else if is_urgent {
+            *next = None;
         } else {
-            held = arbiter.claimed(now).filter(|_| !self.running.is_empty() && arbiter.may_hold(now));
+            let claimed = arbiter.claimed(now);
+            *expected = claimed.map_or(*expected, |until| until.plus(Urgency::LASTS));
+            held = claimed.filter(|_| !self.running.is_empty() && arbiter.may_hold(now));
             *next = held;
         }
         self.core.hold(held.unwrap_or(Time(0)));
+        self.core.keep_short(!is_urgent && now < *expected);
     }
 
     fn transmit(&mut self, now: Time) {

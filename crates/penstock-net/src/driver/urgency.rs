@@ -25,19 +25,17 @@ impl Driver {
         if leaves_host {
             self.arbiter.claim();
         }
-        let mut held = Time(0);
-        if let Some(until) = self.arbiter.claimed(now) {
-            anywhere = anywhere.max(until.plus(Urgency::LASTS));
-            if would_wait && !is_stopping && self.arbiter.may_hold(now) {
-                held = until;
-                // What waits leaves then.
-                self.schedule_timers(until);
-            }
-        }
-        if let Some(until) = paused {
+        let claimed = self.arbiter.claimed(now);
+        anywhere = claimed.map_or(anywhere, |until| anywhere.max(until.plus(Urgency::LASTS)));
+        let held = claimed.filter(|_| would_wait && !is_stopping);
+        let has_waited_enough = (held.is_some() || paused.is_some()) && !self.arbiter.may_hold(now);
+        let held = held.filter(|_| !has_waited_enough);
+        for until in held.into_iter().chain(paused) {
+            // What waits leaves then.
             self.schedule_timers(until);
         }
-        self.peers.urgency = Urgency { here, anywhere, held };
+        let held = held.unwrap_or(Time(0));
+        self.peers.urgency = Urgency { here, anywhere, held, ignores_pauses: has_waited_enough };
         self.pause_others();
     }
 

@@ -1,8 +1,8 @@
 //! A receiver's link is shared by all that send to it: while one of them brings what is urgent, the others are asked to send nothing less
 //! urgent for a moment. Switches do so among classes of traffic (priority-based flow control, IEEE 802.1Qbb).
 //!
-//! A pause ends by itself, so nothing hangs on a frame that is lost or a receiver that has died, and a sender obeys only as much of the
-//! time as [`HoldLimit`] says.
+//! A pause ends by itself, so nothing hangs on a frame that is lost or a receiver that has died, and a sender obeys only some of the time
+//! ([`Urgency::ignores_pauses`](super::Urgency::ignores_pauses)).
 
 use super::outgoing::Copied;
 use super::{NO_MESSAGE, Peer};
@@ -22,7 +22,6 @@ pub(super) struct Pauses {
     asked: Option<Time>,
     /// What the peer asks of us: how urgent a message has to be, and until when.
     obeyed: Option<(Priority, Time)>,
-    limit: HoldLimit,
 }
 
 impl Pauses {
@@ -38,9 +37,7 @@ impl Pauses {
 
     /// The peer asks for a pause.
     pub(super) fn obey(&mut self, header: &Header, now: Time) {
-        if self.limit.allows(now) {
-            self.obeyed = Some((header.priority, now.plus(header.offset.min(LASTS))));
-        }
+        self.obeyed = Some((header.priority, now.plus(header.offset.min(LASTS))));
     }
 
     /// When [`Peer::handle_timeout`] is due for it.
@@ -89,26 +86,6 @@ fn believed(what: Option<(Priority, Time)>, now: Time) -> Option<Priority> {
     what.filter(|(_, until)| now < *until).map(|(priority, _)| priority)
 }
 
-/// Bounds for how long messages wait for more urgent ones of other processes, so that they end where others are urgent all the time.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct HoldLimit {
-    /// When they began to wait.
-    since: Time,
-}
-
-impl HoldLimit {
-    /// Whether they may wait now: for 200 of 250 ms.
-    pub fn allows(&mut self, now: Time) -> bool {
-        if now.since(self.since) > HELD_MOST + HELD_PAUSE {
-            self.since = now;
-        }
-        now.since(self.since) <= HELD_MOST
-    }
-}
-
-/// How long messages wait at most, and for how long they do not wait then.
-const HELD_MOST: u64 = 200 * MILLISECOND;
-const HELD_PAUSE: u64 = 50 * MILLISECOND;
 /// How long a pause lasts, unless it is asked for again, and how often it is.
 const LASTS: u64 = 2 * MILLISECOND;
 const AGAIN: u64 = MILLISECOND / 2;

@@ -15,6 +15,8 @@ pub struct Urgency {
     pub anywhere: Time,
     /// Another process of this host sends something urgent now: until then nothing else leaves.
     pub held: Time,
+    /// This node has waited for others for long enough: what peers ask for with pauses does not count for now.
+    pub ignores_pauses: bool,
 }
 
 impl Urgency {
@@ -61,7 +63,7 @@ impl<C: Copied> Peer<C> {
     pub(super) fn least_urgent(&self, is_express: bool, now: Time) -> Option<Priority> {
         let is_held = now < self.urgency.held && !self.config.descriptors;
         let urgent = (is_express || is_held).then_some(Priority::LEAST_URGENT);
-        let pause = self.pauses.least_urgent(now);
+        let pause = self.pauses.least_urgent(now).filter(|_| !self.urgency.ignores_pauses);
         urgent.into_iter().chain(pause).min()
     }
 
