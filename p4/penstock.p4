@@ -391,7 +391,7 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
             // What `decode` of packet.rs refuses, where all reasons count as one.
             if (standard.parser_error != error.NoError || standard.checksum_error == 1 || !hdr.penstock.isValid()) {
                 malformed = true;
-            } else if (hdr.penstock.magic != 0x5041 || hdr.penstock.version != 2) {
+            } else if (hdr.penstock.magic != 0x5041 || hdr.penstock.version != 3) {
                 malformed = true;
             } else if (hdr.penstock.kind < PUSH || hdr.penstock.kind > MISSING || hdr.penstock.format > BF16) {
                 malformed = true;

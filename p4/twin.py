@@ -125,7 +125,7 @@ class Penstock:
     length: int
     workers: int
     magic: int = 0x5041
-    version: int = 2
+    version: int = 3
     digest: int = 0
     mac: int = 0
 
@@ -460,7 +460,7 @@ class Switch:
 
     @staticmethod
     def _is_malformed(p: Penstock, ip: dict[str, int], udp: dict[str, int]) -> bool:
-        if (p.magic, p.version) != (0x5041, 2):
+        if (p.magic, p.version) != (0x5041, 3):
             return True
         if not PUSH <= p.kind <= MISSING or p.format > BF16:
             return True

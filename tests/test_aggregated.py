@@ -1158,7 +1158,12 @@ def test_deployments_say_what_they_say() -> None:
         ),
         (("7471\n      tree", "7471\n      fraction: 0.5\n      tree"), 5, "add up to 0.5; they must add up to 1"),
         (("[0, 1]", "[0, 0]"), 8, "worker 0 stands twice"),
-        (("[0, 1]", "[0, 64]"), 8, "must be a worker's number"),
+        (("[0, 1]", "[0, 4096]"), 8, "must be a worker's number, its rank, from 0 to 4095"),
+        (
+            ("[0, 1]", str([*range(65)])),
+            7,
+            "an aggregator has at most 64 children, here are 65: put aggregators below it",
+        ),
         (("[0, 1]", "[]"), 8, "must be a list that is not empty"),
         (("          workers: [0, 1]\n", ""), 7, "an aggregator needs `workers: [...]`"),
         (("[0, 1]", "[0, 1]\n        - {aggregator: 10.0.0.2:7471, workers: [2]}"), 9, "stands twice in the tree"),
@@ -1229,6 +1234,33 @@ def test_bad_deployments_with_a_switch(change: tuple[str, str], line: int, words
         deployment.parse(SWITCH.replace(*change, 1), "deployment.yaml")
     assert words in str(error.value)
     assert str(error.value).startswith(f"deployment.yaml:{line}:"), str(error.value)
+
+
+def test_jobs_of_many_ranks() -> None:
+    """A rank has a place below its node. Too many ranks, or children of the server, are told before anything is opened."""
+    rack = "        - {{aggregator: 10.0.{0}.9:1, workers: {1}}}\n"
+    racks = [rack.format(number, [*range(64 * number, 64 * number + 64)]) for number in range(64)]
+    head = "version: 1\naggregated:\n  servers:\n    - address: 10.9.9.9:7471\n      tree:\n"
+    full = deployment.parse(head + "".join(racks), "d.yaml")
+    full.check_world(4096)
+    assert [full.servers[0].place(worker, 4096) for worker in (0, 63, 64, 4095)] == [0, 63, 0, 63]
+    with pytest.raises(ConfigError, match=r"d\.yaml: a job of 4097 ranks; servers and aggregators take up to 4096"):
+        full.check_world(4097)
+    two = deployment.parse(head + "".join(racks[:2]), "d.yaml")
+    two.check_world(128 + 62)
+    assert two.servers[0].place(189, 190) == 63
+    words = (
+        r"10\.9\.9\.9:7471 has 65 children in a job of 191 ranks \(63 ranks that are below no aggregator\); at most 64"
+    )
+    with pytest.raises(ConfigError, match=words):
+        two.check_world(191)
+    assert (jobs._ranges((7, 0, 1, 2)), jobs._ranges(tuple(range(64, 128)))) == ("0-2,7", "64-127")
+    scattered = jobs._ranges(tuple(range(0, 4096, 4)))
+    assert len(scattered) <= 64 and scattered.startswith("0,4,8") and scattered.endswith(",...")
+    switch = deployment.parse(SWITCH, "d.yaml")
+    switch.check_world(64)
+    with pytest.raises(ConfigError, match=r"a job of 65 ranks; with a switch \(10\.0\.0\.2:7471\) at most 64"):
+        switch.check_world(65)
 
 
 def test_deployments_that_do_not_fit_the_job(tmp_path: pathlib.Path) -> None:

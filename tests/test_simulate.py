@@ -45,7 +45,7 @@ def test_what_is_fixed_is_not_drawn() -> None:
     """Options take the place of what the seed would draw."""
     result = run("--workers", "3", "--shape", "core", "--blocks", "9", "--window", "4", "--floats", "--no-faults")
     assert result.exit_code == 0, result.output
-    core = "Aggregator { endpoint: Endpoint(2), children: [Aggregator {"
+    core = "Aggregator { endpoint: Endpoint(2), is_full: true, children: [Aggregator {"
     for word in ("workers: 3", core, "blocks: 9", "window: 4", "floats: true", "faults: []"):
         assert word in result.output, result.output
 
@@ -86,7 +86,8 @@ def test_a_failed_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--workers", "65", "workers is 65; 1 to 64 are possible"),
+        ("--workers", "4097", "workers is 4097; 1 to 4096 are possible"),
+        ("--workers", "65 --shape star", "a node has 65 children; at most 64 are possible"),
         ("--window", "3", "window is 3; it must be a power of two"),
         ("--loss", "0.9", "loss is 0.9; 0 to 0.5 are possible"),
         ("--rate", "-1", "rate_mbit is -1; 0 and more are possible"),
@@ -98,7 +99,7 @@ def test_a_failed_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_is_out_of_bounds(option: str, value: str, message: str) -> None:
     """It is refused in words, before anything runs."""
-    result = run(option, value)
+    result = run(option, *value.split())
     assert result.exit_code == 2
     assert message in result.output
     with pytest.raises(ValueError, match="shape"):
@@ -153,7 +154,7 @@ def test_rates_of_the_protocol_itself() -> None:
         ("--rate", "0", "give links a rate"),
         ("--loss", "much", "give numbers between commas"),
         ("--queue", "-1", "KiB, or 0"),
-        ("--workers", "2,100", "workers is 100; 1 to 64 are possible"),
+        ("--workers", "2,100", "a node has 100 children; at most 64 are possible"),
     ],
 )
 def test_rates_that_cannot_be(option: str, value: str, message: str) -> None:
@@ -230,7 +231,7 @@ def test_a_cluster_file_is_simulated(tmp_path: Any) -> None:
     assert result.exit_code == 0, result.output
     for word in (
         "workers: 4",
-        "Aggregator { endpoint: Endpoint(1), children: [Worker(2), Worker(3)] }",
+        "Aggregator { endpoint: Endpoint(1), is_full: true, children: [Worker(2), Worker(3)] }",
         "rate: 12500000",
         "delay: 100000",
         "queue: 65536",

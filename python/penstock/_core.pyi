@@ -301,6 +301,8 @@ def simulate_aggregation(
     rate_mbit: float | None = None,
     queue: int | None = None,
     patient: bool = False,
+    fat: bool = False,
+    switches: bool = True,
     faults: bool = True,
     trace: bool = False,
 ) -> dict[str, Any]: ...
@@ -333,7 +335,7 @@ def aggregate(
     payload_bytes: int,
     min_bytes: int,
     gives_way: bool,
-    servers: Sequence[tuple[str, int, tuple[str, int] | None, int, int, bytes | None, int, int]],
+    servers: Sequence[tuple[str, int, tuple[str, int] | None, int, int, int, bytes | None, int, int]],
     timeout_s: float,
 ) -> Ticket: ...
 def aggregated_stats(group: Group) -> dict[str, Any] | None: ...

@@ -11,42 +11,28 @@
 //!
 //! A result, on its way down, replaces the sum in the slot: a child that loses the result gets it from here.
 //!
+//! What goes up names this node alone, by the name that its parent has for it: bitmaps are those of one hop. While the parent is
+//! bypassed, the server itself takes what goes up ([`Tenant::server`]).
+//!
 //! One packet in, at most one packet out (to one address, or the same bytes to all children); no clock and no queue, so that a
 //! switch can do the same. An aggregator may lose its whole state at any time: workers send again until the *server* has
 //! committed.
 
+mod counters;
+mod slot;
 mod tenant;
 
+pub use counters::JobCounters;
+pub(crate) use slot::Decision;
 pub use tenant::{Admission, Child, Limits, Tenant};
 
-use super::packet::{FLAG_FULL, Format, HEADER_BYTES, Header, Kind, Packet, decode};
+use super::packet::{FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, Packet, decode};
+use super::path::Path;
 use super::rules::{Refusal, Rule, Rules};
 use super::{Endpoint, Serial, arithmetic, asks_again};
+use slot::{EMPTY, Slot};
 use std::collections::BTreeMap;
 use std::slice;
-
-/// Counters of a job's packets.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct JobCounters {
-    /// Blocks that were added.
-    pub added: u64,
-    /// Sums that went up for the first time.
-    pub completed: u64,
-    /// Sums that went up again.
-    pub repeated: u64,
-    /// Packets from above that went to all children.
-    pub relayed: u64,
-    /// How often the children were sent the names of workers whose blocks are missing.
-    pub named: u64,
-    /// Results that a child had lost and got from this aggregator.
-    pub answered: u64,
-    /// Slots that a newer SeqNum took over before their sum was complete.
-    pub abandoned: u64,
-    /// Additions in which an integer overflowed: some worker sent more than its share. The sum goes on, wrapped.
-    pub overflowed: u64,
-    /// Packets that were refused, by [`Refusal::index`] of the reason.
-    pub refused: [u64; Refusal::COUNT],
-}
 
 /// What the driver does after a packet.
 #[derive(Debug)]
@@ -101,7 +87,7 @@ impl Shard {
 
 /// A job's slots and heart table.
 #[derive(Clone, Debug)]
-struct Table {
+pub(crate) struct Table {
     tenant: Tenant,
     shard: Shard,
     all: u64,
@@ -113,26 +99,16 @@ struct Table {
     results: Vec<[u8; HEADER_BYTES]>,
     /// For each child the newest Ack and Credit.
     heart: Vec<Option<(Serial, Serial)>>,
+    path: Path,
+    /// Nothing came from the parent itself since it is bypassed.
+    parent_is_lost: bool,
     counters: JobCounters,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Slot {
-    tag: Option<Serial>,
-    have: u64,
-    format: Format,
-    exponent: i16,
-    length: u16,
-    /// The slot holds the result instead of the sum.
-    is_result: bool,
-    /// Workers that requested this result, as a bitmap. A second request of a worker resets it.
-    asked: u64,
-}
-
-const EMPTY: Slot =
-    Slot { tag: None, have: 0, format: Format::None, exponent: 0, length: 0, is_result: false, asked: 0 };
 /// With blocks of 8,896 bytes, half a gigabyte in flight. A guess: more than anyone needs.
 const MAX_WINDOW: u32 = 1 << 16;
+/// As in QUIC: if three later packets have arrived, an earlier one was lost, not reordered.
+const REORDERED: u32 = 3;
 
 impl Aggregator {
     /// An aggregator without jobs.
@@ -182,17 +158,8 @@ impl Aggregator {
         }
         // The epoch before is removed first, so that both never need memory together.
         self.jobs.remove(&tenant.job);
-        let table = Table {
-            all: tenant.children.iter().fold(0, |all, child| all | child.workers),
-            children: tenant.children.iter().map(|child| child.endpoint).collect(),
-            slots: vec![EMPTY; slots],
-            memory: vec![0; needed],
-            results: vec![[0; HEADER_BYTES]; slots],
-            heart: vec![None; tenant.children.len()],
-            counters: JobCounters::default(),
-            shard: self.shard,
-            tenant,
-        };
+        let mut table = Table::new(tenant, self.shard);
+        table.reserve();
         self.jobs.insert(table.tenant.job, table);
         Ok(())
     }
@@ -237,6 +204,71 @@ impl Aggregator {
 }
 
 impl Table {
+    /// A table with empty slots, and no memory for blocks.
+    pub(crate) fn new(tenant: Tenant, shard: Shard) -> Table {
+        let slots = shard.slots(tenant.window);
+        Table {
+            all: tenant.children.iter().fold(0, |all, child| all | child.workers),
+            children: tenant.children.iter().map(|child| child.endpoint).collect(),
+            slots: vec![EMPTY; slots],
+            memory: Vec::new(),
+            results: vec![[0; HEADER_BYTES]; if tenant.results { slots } else { 0 }],
+            heart: vec![None; tenant.children.len()],
+            path: Path::default(),
+            parent_is_lost: false,
+            counters: JobCounters::default(),
+            shard,
+            tenant,
+        }
+    }
+
+    /// Reserves the memory for blocks, if it has none. What is never written, such as places for floats in a job of integers, stays
+    /// the kernel's.
+    pub(crate) fn reserve(&mut self) {
+        if self.memory.is_empty() {
+            self.memory = vec![0; self.tenant.memory_bytes(self.slots.len())];
+        }
+    }
+
+    /// Forgets all blocks and frees their memory. What children have said of Ack and Credit stays.
+    pub(crate) fn release(&mut self) {
+        self.slots.fill(EMPTY);
+        self.memory = Vec::new();
+    }
+
+    /// The children whose block of this SeqNum is not in its slot, as a bitmap.
+    pub(crate) fn missing(&self, seq: Serial) -> u64 {
+        match self.slot_of(seq).map(|index| &self.slots[index]) {
+            Ok(slot) if slot.tag == Some(seq) => self.all & !slot.have,
+            _ => self.all,
+        }
+    }
+
+    /// The packet that takes a slot's sum up, if the slot has the whole sum of this SeqNum.
+    pub(crate) fn sum_of(&self, seq: Serial, rules: Rules) -> Option<(Header, &[u8])> {
+        let index = self.slot_of(seq).ok()?;
+        let slot = &self.slots[index];
+        (slot.tag == Some(seq) && slot.have == self.all && !slot.is_result)
+            .then(|| (self.sum_header(index, seq, rules), self.block(index)))
+    }
+
+    /// The heartbeat that says what all children have; `None` while one was not heard.
+    pub(crate) fn heartbeat(&self, rules: Rules) -> Option<Header> {
+        self.heard(rules)?;
+        Some(self.upward(Kind::HeartbeatUp, Serial(0), Format::None, 0, rules))
+    }
+
+    fn sum_header(&self, index: usize, seq: Serial, rules: Rules) -> Header {
+        let Slot { format, exponent, is_full, .. } = self.slots[index];
+        let header = self.upward(Kind::Push, seq, format, exponent, rules);
+        Header { flags: header.flags | if is_full { FLAG_FULL } else { 0 }, ..header }
+    }
+
+    /// Where packets go that go up.
+    fn above(&self) -> &Endpoint {
+        self.tenant.server.as_ref().filter(|_| self.path.is_direct).unwrap_or(&self.tenant.parent)
+    }
+
     fn handle(
         &mut self,
         from: Endpoint,
@@ -254,23 +286,23 @@ impl Table {
             Ok(Decision::Heartbeat) => {
                 let header = self.upward(Kind::HeartbeatUp, Serial(0), Format::None, 0, rules);
                 let header = header.encode(&[], self.tenant.key.as_ref());
-                Ok(Action::Send { to: slice::from_ref(&self.tenant.parent), header, payload: &[] })
+                Ok(Action::Send { to: slice::from_ref(self.above()), header, payload: &[] })
             }
-            Ok(Decision::Missing { header }) => {
+            Ok(Decision::Missing { header, child }) => {
                 self.counters.named += 1;
                 let header = header.encode(&[], self.tenant.key.as_ref());
-                Ok(Action::Send { to: &self.children, header, payload: &[] })
+                let to = child.map_or(&self.children[..], |child| slice::from_ref(&self.children[child]));
+                Ok(Action::Send { to, header, payload: &[] })
             }
-            Ok(Decision::Ask) => {
-                let header = *bytes.first_chunk().expect("a packet has a header");
-                Ok(Action::Send { to: slice::from_ref(&self.tenant.parent), header, payload: &[] })
+            Ok(Decision::Ask { seq }) => {
+                let header = self.asking(seq, rules).encode(&[], self.tenant.key.as_ref());
+                Ok(Action::Send { to: slice::from_ref(self.above()), header, payload: &[] })
             }
             Ok(Decision::Sum { index, seq }) => {
-                let slot = self.slots[index];
-                let header = self.upward(Kind::Push, seq, slot.format, slot.exponent, rules);
+                let header = self.sum_header(index, seq, rules);
                 let payload = self.block(index);
                 let header = header.encode(payload, self.tenant.key.as_ref());
-                Ok(Action::Send { to: slice::from_ref(&self.tenant.parent), header, payload })
+                Ok(Action::Send { to: slice::from_ref(self.above()), header, payload })
             }
             Ok(Decision::Result { index, child }) => {
                 self.counters.answered += 1;
@@ -290,23 +322,50 @@ impl Table {
         if rules.hold(Rule::Epoch) && header.epoch != self.tenant.epoch {
             return Err(Refusal::Epoch);
         }
+        let is_above = from == self.tenant.parent || self.is_server(from);
         match header.kind {
-            Kind::Result if from == self.tenant.parent => {
-                self.keep(packet, bytes, rules);
+            Kind::Result | Kind::HeartbeatDown if is_above => {
+                self.steer(from, header);
+                if header.kind == Kind::Result {
+                    self.keep(packet, bytes, rules);
+                }
                 Ok(Decision::Relay)
             }
-            Kind::HeartbeatDown if from == self.tenant.parent => Ok(Decision::Relay),
-            Kind::Missing if from == self.tenant.parent => self.missing(header, rules),
+            Kind::Missing if is_above => self.name(header, rules),
             Kind::Result | Kind::HeartbeatDown | Kind::Missing => Err(Refusal::Sender),
-            Kind::Request if self.tenant.results => self.request(from, header, rules),
-            Kind::Request => Err(Refusal::Kind),
-            Kind::Push => {
+            Kind::Request if !self.tenant.results => Err(Refusal::Kind),
+            _ => {
                 let child = self.child(from, header.workers)?;
+                self.take(child, packet, rules)
+            }
+        }
+    }
+
+    /// Follows what packets from above say of the path ([`Path`]).
+    fn steer(&mut self, from: Endpoint, header: &Header) {
+        let parent = self.tenant.parent;
+        if self.tenant.server.is_none_or(|server| server == parent) {
+            return;
+        }
+        let was_direct = self.path.is_direct;
+        self.path.follow(header.workers, self.is_server(from));
+        self.parent_is_lost = self.path.is_direct && (self.parent_is_lost || !was_direct);
+        // Results may be repeated by nodes that have them; a heartbeat comes from the server, through all nodes above.
+        if from == parent && header.kind == Kind::HeartbeatDown {
+            self.parent_is_lost = false;
+        }
+    }
+
+    /// A packet of a child.
+    pub(crate) fn take(&mut self, child: usize, packet: &Packet<'_>, rules: Rules) -> Result<Decision, Refusal> {
+        let header = &packet.header;
+        match header.kind {
+            Kind::Request => self.request(child, header, rules),
+            Kind::Push => {
                 self.hear(child, header, rules);
                 self.push(child, packet, rules)
             }
-            Kind::HeartbeatUp => {
-                let child = self.child(from, header.workers)?;
+            _ => {
                 let before = self.heard(rules);
                 self.hear(child, header, rules);
                 let now = self.heard(rules);
@@ -335,6 +394,7 @@ impl Table {
             exponent: header.exponent,
             length: payload.len() as u16,
             is_result: true,
+            is_full: header.flags & FLAG_FULL != 0,
             asked: 0,
         };
         self.results[index].copy_from_slice(&bytes[..HEADER_BYTES]);
@@ -342,12 +402,9 @@ impl Table {
         self.memory[start..start + payload.len()].copy_from_slice(payload);
     }
 
-    /// A worker requests a result. If the result is not here, either blocks of children are missing, or the request goes to
-    /// the parent, once.
-    fn request(&mut self, from: Endpoint, header: &Header, rules: Rules) -> Result<Decision, Refusal> {
-        let speaks = |child: &Child| child.endpoint == from && header.workers & !child.workers == 0;
-        let child = self.tenant.children.iter().position(speaks).filter(|_| header.workers.is_power_of_two());
-        let child = child.ok_or(Refusal::Sender)?;
+    /// A child requests a result. If the result is not here, either blocks of children are missing, or this node requests it
+    /// from the parent, once.
+    fn request(&mut self, child: usize, header: &Header, rules: Rules) -> Result<Decision, Refusal> {
         let index = self.slot_of(header.seq)?;
         let slot = &mut self.slots[index];
         let ahead = slot.ahead(header.seq, rules);
@@ -357,14 +414,17 @@ impl Table {
         if ahead == 0 && slot.is_result {
             return Ok(Decision::Result { index, child });
         }
+        let seq = header.seq;
         if ahead > 0 {
-            return Ok(Decision::Ask);
+            return Ok(Decision::Ask { seq });
         }
         asks_again(&mut slot.asked, header.workers);
         Ok(match self.all & !slot.have {
             _ if slot.asked != header.workers => Decision::Nothing,
-            0 => Decision::Ask,
-            workers => Decision::Missing { header: Header { kind: Kind::Missing, workers, flags: 0, ..*header } },
+            0 => Decision::Ask { seq },
+            workers => {
+                Decision::Missing { header: Header { kind: Kind::Missing, workers, flags: 0, ..*header }, child: None }
+            }
         })
     }
 
@@ -380,8 +440,13 @@ impl Table {
     }
 
     /// Something is missing above: a complete sum was lost, or blocks of some children are missing here, too.
-    fn missing(&mut self, header: &Header, rules: Rules) -> Result<Decision, Refusal> {
-        let asked = header.workers & self.all;
+    fn name(&mut self, header: &Header, rules: Rules) -> Result<Decision, Refusal> {
+        let asked = match header.workers & self.tenant.name {
+            0 => 0,
+            // Names of workers mean the same at every hop.
+            named if self.is_flat() => named,
+            _ => self.all,
+        };
         let index = self.slot_of(header.seq)?;
         let slot = &self.slots[index];
         let ahead = slot.ahead(header.seq, rules);
@@ -396,10 +461,14 @@ impl Table {
             self.counters.repeated += 1;
             Decision::Sum { index, seq: header.seq }
         } else if asked & !have != 0 {
-            Decision::Missing { header: Header { workers: asked & !have, ..*header } }
+            Decision::Missing { header: Header { workers: asked & !have, ..*header }, child: None }
         } else if asked == 0 && self.tenant.results {
-            // The missing blocks are other children's: these children learn that their path works.
-            Decision::Missing { header: *header }
+            // The missing blocks are other nodes': these children learn that their path works, by a name that no child has.
+            let workers = if self.is_flat() { header.workers } else { !self.all };
+            match workers {
+                0 => Decision::Nothing,
+                _ => Decision::Missing { header: Header { workers, ..*header }, child: None },
+            }
         } else {
             Decision::Nothing
         })
@@ -408,7 +477,8 @@ impl Table {
     /// The rules of the slot.
     fn push(&mut self, child: usize, packet: &Packet<'_>, rules: Rules) -> Result<Decision, Refusal> {
         let Packet { header, payload, .. } = packet;
-        if header.flags & FLAG_FULL != 0 || (header.format.is_float() && !self.tenant.floats) {
+        let is_full = header.flags & FLAG_FULL != 0;
+        if if header.format.is_float() { !self.tenant.floats } else { is_full } {
             return Err(Refusal::Format);
         }
         if payload.len() > self.tenant.block_bytes {
@@ -430,11 +500,12 @@ impl Table {
                 format: header.format,
                 exponent: header.exponent,
                 length: payload.len() as u16,
+                is_full,
                 ..EMPTY
             };
         }
         // Checked before anything is sent: a few bytes of a confused worker must not cause a whole block to be sent again.
-        if slot.format != header.format || slot.exponent != header.exponent {
+        if (slot.format, slot.exponent, slot.is_full) != (header.format, header.exponent, is_full) {
             return Err(Refusal::Format);
         }
         if usize::from(slot.length) != payload.len() {
@@ -484,10 +555,28 @@ impl Table {
             }
         }
         if !complete {
-            return Ok(Decision::Nothing);
+            return Ok(self.gap(child, header, rules).unwrap_or(Decision::Nothing));
         }
         self.counters.completed += 1;
         Ok(Decision::Sum { index, seq: header.seq })
+    }
+
+    /// A child's block that lies well before its newest one and is not here was lost, by as many SeqNums as QUIC waits (RFC 9002,
+    /// section 6.1.1): the child hears so at once, and once more half a window later. With hundreds of workers no sum gets past a
+    /// server's children without a loss, so the server cannot see gaps between sums.
+    fn gap(&self, child: usize, header: &Header, rules: Rules) -> Option<Decision> {
+        // A switch looks at one slot for a packet.
+        self.tenant.server?;
+        let name = self.tenant.children[child].workers;
+        let is_lost = |seq: &Serial| {
+            let slot = self.slot_of(*seq).map(|index| &self.slots[index]);
+            slot.is_ok_and(|slot| slot.ahead(*seq, rules) == 0 && !slot.is_result && slot.have & name == 0)
+        };
+        let before = [REORDERED, self.tenant.window / 2].into_iter().filter(|distance| *distance >= REORDERED);
+        let seq = before.map(|distance| header.seq.plus(distance.wrapping_neg())).find(is_lost)?;
+        let (kind, format) = (Kind::Missing, Format::None);
+        let header = Header { kind, format, seq, flags: 0, exponent: 0, workers: name, ..*header };
+        Some(Decision::Missing { header, child: Some(child) })
     }
 
     /// The slot of a SeqNum, if it belongs to this shard.
@@ -498,13 +587,19 @@ impl Table {
         Ok((seq.0 / self.shard.count) as usize & (self.slots.len() - 1))
     }
 
-    /// The index of the child at `from`, whose workers must be exactly `workers`.
+    /// The index of the child at `from`, whose name must be exactly `workers`. The server speaks for a child that is bypassed.
     fn child(&self, from: Endpoint, workers: u64) -> Result<usize, Refusal> {
-        self.tenant
-            .children
-            .iter()
-            .position(|child| child.endpoint == from && child.workers == workers)
-            .ok_or(Refusal::Sender)
+        let speaks = |child: &Child| child.workers == workers && (child.endpoint == from || self.is_server(from));
+        self.tenant.children.iter().position(speaks).ok_or(Refusal::Sender)
+    }
+
+    fn is_server(&self, from: Endpoint) -> bool {
+        self.tenant.server == Some(from)
+    }
+
+    /// Whether bitmaps name workers, and this node by all workers below it.
+    fn is_flat(&self) -> bool {
+        self.tenant.name == self.all
     }
 
     /// Keeps the newest Ack and Credit of a child: heartbeats overtake each other.
@@ -531,40 +626,22 @@ impl Table {
     fn upward(&self, kind: Kind, seq: Serial, format: Format, exponent: i16, rules: Rules) -> Header {
         // A complete sum has a push of every child behind it, each with Ack and Credit.
         let (ack, credit) = self.heard(rules).expect("all children were heard");
-        let (job, epoch) = (self.tenant.job, self.tenant.epoch);
-        Header { kind, job, epoch, format, flags: 0, seq, ack, credit, exponent, workers: self.all }
+        let Tenant { job, epoch, name: workers, .. } = self.tenant;
+        let flags = if self.parent_is_lost { FLAG_LOST } else { 0 };
+        Header { kind, job, epoch, format, flags, seq, ack, credit, exponent, workers }
     }
-}
 
-impl Slot {
-    /// How far a SeqNum lies ahead of the newest one here.
-    fn ahead(&self, seq: Serial, rules: Rules) -> i32 {
-        match self.tag {
-            None => 1,
-            Some(tag) if rules.hold(Rule::Serial) => seq.ahead_of(tag),
-            Some(tag) => seq.0.cmp(&tag.0) as i32,
-        }
+    /// Requests a result from above.
+    fn asking(&self, seq: Serial, rules: Rules) -> Header {
+        // While a child was not heard, a number that every child has passed: nothing beyond Credit is pushed or requested, so all
+        // have the results from two windows before.
+        let before = seq.plus(0u32.wrapping_sub(2 * self.tenant.window));
+        let (ack, credit) = self.heard(rules).unwrap_or((before, before));
+        let Tenant { job, epoch, name: workers, .. } = self.tenant;
+        let flags = if self.parent_is_lost { FLAG_LOST } else { 0 };
+        let (kind, format) = (Kind::Request, Format::None);
+        Header { kind, job, epoch, format, flags, seq, ack, credit, exponent: 0, workers }
     }
-}
-
-/// What a packet leads to, without borrows of the table.
-enum Decision {
-    Nothing,
-    Relay,
-    Heartbeat,
-    Sum {
-        index: usize,
-        seq: Serial,
-    },
-    Missing {
-        header: Header,
-    },
-    /// The request goes on unchanged.
-    Ask,
-    Result {
-        index: usize,
-        child: usize,
-    },
 }
 
 #[cfg(test)]
@@ -577,13 +654,22 @@ impl Aggregator {
     pub(crate) fn digest(&self, state: &mut impl std::hash::Hasher) {
         use std::hash::Hash;
         for (job, table) in &self.jobs {
-            (job, table.tenant.epoch, &table.slots, &table.heart).hash(state);
-            let kept = table.results.iter().zip(&table.slots).filter(|(_, slot)| slot.is_result);
-            kept.for_each(|(header, _)| header.hash(state));
-            // The content of slots that were never written does not matter.
-            let blocks = table.memory.chunks_exact(table.tenant.blocks_a_slot() * table.tenant.block_bytes);
-            blocks.zip(&table.slots).filter(|(_, slot)| slot.have != 0).for_each(|(memory, _)| memory.hash(state));
+            (job, table.tenant.epoch).hash(state);
+            table.digest(state);
         }
+    }
+}
+
+#[cfg(test)]
+impl Table {
+    pub(crate) fn digest(&self, state: &mut impl std::hash::Hasher) {
+        use std::hash::Hash;
+        (&self.slots, &self.heart, self.path, self.parent_is_lost).hash(state);
+        let kept = self.results.iter().zip(&self.slots).filter(|(_, slot)| slot.is_result);
+        kept.for_each(|(header, _)| header.hash(state));
+        // The content of slots that were never written does not matter.
+        let blocks = self.memory.chunks_exact(self.tenant.blocks_a_slot() * self.tenant.block_bytes);
+        blocks.zip(&self.slots).filter(|(_, slot)| slot.have != 0).for_each(|(memory, _)| memory.hash(state));
     }
 }
 

@@ -7,6 +7,7 @@ use proptest::prelude::*;
 const ABOVE: Endpoint = Endpoint(9);
 
 fn tenant(window: u32, children: usize) -> Tenant {
+    let name = (1 << children) - 1;
     let children = (0..children).map(|i| Child { endpoint: Endpoint(i as u32), workers: 1 << i }).collect();
     Tenant {
         job: 5,
@@ -17,6 +18,8 @@ fn tenant(window: u32, children: usize) -> Tenant {
         floats: false,
         results: true,
         parent: ABOVE,
+        server: None,
+        name,
         children,
     }
 }
@@ -215,9 +218,19 @@ fn results() {
     let mut job = tenant(2, 3);
     // The last child is an aggregator.
     job.children[2].workers = 0b1100;
+    job.name = 0b1111;
     node.open(job).unwrap();
     let result = |seq: u32, block: &[u8]| [&header(Kind::Result, 5, seq).encode(block, None)[..], block].concat();
-    let ask = |worker: u32, seq: u32| header(Kind::Request, worker, seq).encode(&[], None).to_vec();
+    let ask = |worker: u32, seq: u32| {
+        let workers = if worker == 2 { 0b1100 } else { 1 << worker };
+        Header { workers, ..header(Kind::Request, worker, seq) }.encode(&[], None).to_vec()
+    };
+    // The node's own request, before all children were heard and after.
+    let asks = |ack: u32| {
+        let (ack, credit) = (Serial(ack), Serial(if ack == 0 { 3 } else { ack }));
+        let request = Header { workers: 0b1111, ack, credit, ..header(Kind::Request, 0, 0) };
+        Ok((vec![ABOVE], request.encode(&[], None).to_vec()))
+    };
     let sent = |node: &mut Aggregator, from: Endpoint, bytes: &[u8]| match node.handle_packet(from, bytes) {
         Ok(Action::Send { to, header, payload }) => Ok((to.to_vec(), [&header[..], payload].concat())),
         Ok(Action::Nothing) => Ok((Vec::new(), Vec::new())),
@@ -227,7 +240,7 @@ fn results() {
     let all = vec![Endpoint(0), Endpoint(1), Endpoint(2)];
     let nothing = || Ok((Vec::new(), Vec::new()));
     // Nothing is here: it may be above.
-    assert_eq!(sent(&mut node, Endpoint(1), &ask(1, 0)), Ok((vec![ABOVE], ask(1, 0))));
+    assert_eq!(sent(&mut node, Endpoint(1), &ask(1, 0)), asks(4u32.wrapping_neg()));
     handle(&mut node, 0, &push(0, 0, 5)).unwrap();
     let (to, named) = sent(&mut node, Endpoint(0), &ask(0, 0)).unwrap();
     let named_header = decode(&named).unwrap().header;
@@ -244,19 +257,15 @@ fn results() {
     };
     assert_eq!(handle(&mut node, 2, &rack(0)), Ok(Some((0, 0b1111, 13))));
     // The sum is complete, and lost, or on its way.
-    assert_eq!(sent(&mut node, Endpoint(2), &ask(3, 0)), nothing(), "asked already");
-    assert_eq!(
-        sent(&mut node, Endpoint(2), &ask(3, 0)),
-        Ok((vec![ABOVE], ask(3, 0))),
-        "again, on behalf of a worker below"
-    );
+    assert_eq!(sent(&mut node, Endpoint(2), &ask(2, 0)), nothing(), "asked already");
+    assert_eq!(sent(&mut node, Endpoint(2), &ask(2, 0)), asks(0), "again, for all that is below");
     assert_eq!(sent(&mut node, Endpoint(1), &ask(1, 0)), nothing(), "asked above already");
     assert_eq!(sent(&mut node, Endpoint(2), &ask(1, 0)), Err(Refusal::Sender));
     // The result is here.
     let answer = result(0, &[9; 4]);
     assert_eq!(sent(&mut node, ABOVE, &answer), Ok((all.clone(), answer.clone())));
     assert_eq!(sent(&mut node, Endpoint(1), &ask(1, 0)), Ok((vec![Endpoint(1)], answer.clone())));
-    assert_eq!(sent(&mut node, Endpoint(2), &ask(3, 0)), Ok((vec![Endpoint(2)], answer.clone())));
+    assert_eq!(sent(&mut node, Endpoint(2), &ask(2, 0)), Ok((vec![Endpoint(2)], answer.clone())));
     assert_eq!(
         sent(&mut node, Endpoint(0), &push(0, 0, 5)),
         Ok((vec![Endpoint(0)], answer.clone())),
@@ -275,6 +284,113 @@ fn results() {
     assert_eq!(handle(&mut node, 2, &rack(2)), Ok(Some((2, 0b1111, 3))), "nothing of a result is in the sum");
     let counters = node.counters(5).unwrap();
     assert_eq!((counters.answered, counters.named, counters.relayed, counters.abandoned), (3, 2, 3, 0));
+}
+
+/// Names of one hop: what goes up names this node alone, what is missing above is asked of all children that are not in the slot,
+/// and others' missing blocks go on under a name that no child has.
+#[test]
+fn names_of_a_hop() {
+    const SERVER: Endpoint = Endpoint(8);
+    let mut node = Aggregator::new(limits());
+    node.open(Tenant { server: Some(SERVER), name: 1 << 40, ..tenant(2, 2) }).unwrap();
+    let ask = |node: &mut Aggregator, workers: u64| {
+        let packet = Header { workers, ..header(Kind::Missing, 0, 0) }.encode(&[], None);
+        match node.handle_packet(ABOVE, &packet).unwrap() {
+            Action::Send { header, .. } => Some(decode(&header).unwrap().header.workers),
+            _ => None,
+        }
+    };
+    assert_eq!(handle(&mut node, 0, &push(0, 0, 5)), Ok(None));
+    assert_eq!((ask(&mut node, 1 << 40), ask(&mut node, 1)), (Some(0b10), Some(!0b11)));
+    assert_eq!(handle(&mut node, 1, &push(1, 0, 7)), Ok(Some((0, 1 << 40, 12))));
+    // The server stands in for a child.
+    assert_eq!(handle(&mut node, SERVER.0, &push(0, 1, 5)), Ok(None));
+    assert_eq!(handle(&mut node, 0, &push(0, 1, 5)), Ok(None), "it counts once");
+    assert_eq!(handle(&mut node, 1, &push(1, 1, 7)), Ok(Some((1, 1 << 40, 12))));
+}
+
+/// A child's block that three later ones of it overtake is asked for, of that child alone, and again half a window later.
+#[test]
+fn gaps() {
+    let mut node = Aggregator::new(limits());
+    node.open(Tenant { server: Some(Endpoint(8)), name: 1, ..tenant(16, 2) }).unwrap();
+    let mut asked = Vec::new();
+    for seq in (0..16).filter(|seq| *seq != 2) {
+        // The other child's blocks are all here, but for the last ones.
+        if seq < 12 {
+            let _ = node.handle_packet(Endpoint(0), &push(0, seq, 1)).unwrap();
+        }
+        let _ = node.handle_packet(Endpoint(0), &push(0, 2, 1)).unwrap();
+        if let Action::Send { to, header, .. } = node.handle_packet(Endpoint(1), &push(1, seq, 1)).unwrap()
+            && let Ok(Packet { header, .. }) = decode(&header)
+        {
+            asked.push((seq, to.to_vec(), header.kind, header.seq.0, header.workers));
+        }
+    }
+    assert_eq!(asked, [], "what completes a sum sends it, and the server sees the gap");
+    let mut node = Aggregator::new(limits());
+    node.open(Tenant { server: Some(Endpoint(8)), name: 1, ..tenant(16, 2) }).unwrap();
+    for seq in (0..16).filter(|seq| *seq != 2) {
+        if let Action::Send { to, header, .. } = node.handle_packet(Endpoint(1), &push(1, seq, 1)).unwrap() {
+            let header = decode(&header).unwrap().header;
+            asked.push((seq, to.to_vec(), header.kind, header.seq.0, header.workers));
+        }
+        if seq == 1 {
+            let _ = node.handle_packet(Endpoint(0), &push(0, 2, 1)).unwrap();
+        }
+    }
+    let missing = |at| (at, vec![Endpoint(1)], Kind::Missing, 2, 0b10);
+    assert_eq!(asked, [missing(5), missing(10)]);
+}
+
+/// While its parent is bypassed, a node's sums go to the server, and say LOST until the parent is heard again.
+#[test]
+fn past_the_parent() {
+    const SERVER: Endpoint = Endpoint(8);
+    let mut node = Aggregator::new(limits());
+    node.open(Tenant { server: Some(SERVER), name: 1, ..tenant(2, 1) }).unwrap();
+    let down = |node: &mut Aggregator, from: Endpoint, number: u64, is_bypass: bool| {
+        let workers = crate::path::state(number, is_bypass);
+        let packet = Header { workers, ..header(Kind::HeartbeatDown, 0, 0) }.encode(&[], None);
+        assert!(matches!(node.handle_packet(from, &packet), Ok(Action::Relay { .. })));
+    };
+    let up = |node: &mut Aggregator, seq: u32| match node.handle_packet(Endpoint(0), &push(0, seq, 1)).unwrap() {
+        Action::Send { to, header, .. } => (to[0], decode(&[&header[..], &[0; 4]].concat()).unwrap().header.flags),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(up(&mut node, 0), (ABOVE, 0));
+    down(&mut node, SERVER, 1, true);
+    assert_eq!(up(&mut node, 1), (SERVER, FLAG_LOST));
+    down(&mut node, ABOVE, 1, false);
+    assert_eq!(up(&mut node, 2), (SERVER, 0), "the parent is heard, and still bypassed");
+    down(&mut node, ABOVE, 2, false);
+    assert_eq!(up(&mut node, 3), (ABOVE, 0));
+    down(&mut node, SERVER, 1, true);
+    assert_eq!(up(&mut node, 4), (ABOVE, 0), "an old packet");
+    down(&mut node, SERVER, 3, true);
+    assert_eq!(up(&mut node, 5), (SERVER, FLAG_LOST), "lost again");
+}
+
+/// A node that adds floats adds FULL blocks, among each other only, and says so; one that does not refuses them.
+#[test]
+fn full_blocks() {
+    let mut node = Aggregator::new(Limits { memory_bytes: 1 << 16, ..limits() });
+    node.open(Tenant { floats: true, ..tenant(2, 2) }).unwrap();
+    let push = |node: &mut Aggregator, worker: u32, flags: u8, format: Format| {
+        let block = f32::INFINITY.to_be_bytes();
+        let header = Header { flags, format, ..header(Kind::Push, worker, 0) };
+        match node.handle_packet(Endpoint(worker), &[&header.encode(&block, None)[..], &block].concat())? {
+            Action::Send { header, payload, .. } => {
+                Ok(Some((decode(&[&header[..], payload].concat()).unwrap().header.flags, payload.to_vec())))
+            }
+            _ => Ok(None),
+        }
+    };
+    assert_eq!(push(&mut node, 0, FLAG_FULL, Format::I32), Err(Refusal::Format));
+    assert_eq!(push(&mut node, 0, FLAG_FULL, Format::F32), Ok(None));
+    assert_eq!(push(&mut node, 1, 0, Format::F32), Err(Refusal::Format));
+    let sum = (FLAG_FULL, f32::INFINITY.to_be_bytes().to_vec());
+    assert_eq!(push(&mut node, 1, FLAG_FULL, Format::F32), Ok(Some(sum)));
 }
 
 /// Everything that does not belong here is counted and leaves the slots as they are.

@@ -20,10 +20,12 @@ mod arithmetic;
 pub mod client;
 mod congestion;
 mod estimate;
+mod hops;
 mod key;
 #[cfg(test)]
 mod model;
 mod packet;
+mod path;
 mod receipt;
 mod rules;
 mod serial;
@@ -32,6 +34,7 @@ mod tree;
 mod worker;
 
 pub use aggregator::{Action, Admission, Aggregator, Child, JobCounters, Limits, Shard, Tenant};
+pub use hops::Naming;
 pub use key::Key;
 pub use packet::{
     FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, PacketError, VERSION, decode,
@@ -40,14 +43,14 @@ pub use receipt::Receipt;
 pub use rules::Refusal;
 pub use serial::Serial;
 pub use server::{Server, ServerConfig, Transmit};
-pub use tree::{Node, Tree, TreeError};
+pub use tree::{MAX_CHILDREN, MAX_WORKERS, Node, Tree, TreeError};
 pub use worker::{Outbound, Received, Route, Timing, Worker, WorkerConfig};
 
 /// A node of a job, by the number that the caller gives its address: where a packet came from, or where one goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Endpoint(pub u32);
 
-/// Notes in `asked` that a worker requests a result, and returns whether it had requested it before. A second request means
+/// Notes in `asked` that a child requests a result, and returns whether it had requested it before. A second request means
 /// that the answer to the first one was lost, so it resets the set.
 fn asks_again(asked: &mut u64, bit: u64) -> bool {
     let again = *asked & bit != 0;

@@ -1,26 +1,32 @@
 //! Every interleaving of a small system: two workers, a window of two, three SeqNums that wrap around 2^32, an aggregator,
-//! a server. (Also a window of one and two SeqNums, which is small enough for several faults.)
+//! a server; or an aggregator above an aggregator and a worker. (Also a window of one and two SeqNums, which is small enough for
+//! several faults.)
 //!
 //! A state is what the machines hold and which packets are on their way, in no order: any of them may arrive next. When
 //! none is on its way, any time-out or heartbeat may fire. Besides, as many faults happen as the scope allows, of any
-//! kind, in any place: a packet is lost, or arrives and stays (is doubled), the aggregator restarts empty, a time-out or
+//! kind, in any place: a packet is lost, or arrives and stays (is doubled), an aggregator restarts empty, a time-out or
 //! a heartbeat fires although packets are on their way. States are told apart by 64 bits of SipHash.
 //!
 //! In each state no result is wrong, none is delivered or committed twice; and from each state, with all that is on its
 //! way lost, time-outs and heartbeats alone lead to the end. Without any one rule that is not so.
 
+mod shape;
+
 use super::packet::{Format, HEADER_BYTES, Header, Kind, decode};
 use super::rules::{Rule, Rules};
 use super::*;
 use penstock_types::Time;
+use shape::Shape;
 use siphasher::sip::SipHasher13;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::hash::{Hash, Hasher};
 use std::rc::Rc;
 
 const WORKERS: [Endpoint; 2] = [Endpoint(0), Endpoint(1)];
-const AGGREGATOR: Endpoint = Endpoint(2);
-const SERVER: Endpoint = Endpoint(3);
+/// The aggregator above worker 0.
+const RACK: Endpoint = Endpoint(2);
+/// In a [`Shape::Row`], the aggregator above that.
+const ROW: Endpoint = Endpoint(3);
 const NOW: Time = Time(0);
 const JOB: u32 = 1;
 /// Of this many transitions that are looked up, one is executed as well and must lead to the same state: a digest that lacks
@@ -34,8 +40,14 @@ enum Story {
     Plain,
     /// Each node moves to the next epoch, one after the other, and the same SeqNums carry other blocks.
     Epochs,
-    /// The link between worker 0 and the aggregator is cut for good.
+    /// The link between worker 0 and the aggregator above it is cut for good, and worker 0 notices.
     Cut,
+    /// In a row: the link between worker 1 and the row's aggregator is cut for good, and worker 1 notices.
+    CutAbove,
+    /// In a row: its aggregator is dead, and worker 1 notices. Worker 0 is to hear from the server through the rack.
+    Dead,
+    /// In a row: both aggregators are dead, and the workers notice.
+    AllDead,
 }
 
 /// Which faults happen.
@@ -52,6 +64,7 @@ enum Kinds {
 /// What is explored.
 #[derive(Clone, Copy, Debug)]
 struct Scope {
+    shape: Shape,
     story: Story,
     blocks: u32,
     window: u32,
@@ -87,9 +100,9 @@ struct Snapshot {
 
 #[derive(Clone)]
 enum Machine {
-    Worker(Worker),
+    Worker(Box<Worker>),
     Aggregator(Aggregator),
-    Server(Server),
+    Server(Box<Server>),
 }
 
 /// What happens to one machine.
@@ -121,9 +134,9 @@ type Steps = HashMap<(usize, u64, u64), (Rc<Snapshot>, Rc<[Effect]>)>;
 #[derive(Clone)]
 struct World {
     scope: Scope,
-    /// Worker 0, worker 1, aggregator, server; by endpoint.
-    snapshots: [Rc<Snapshot>; 4],
-    epochs: [u16; 4],
+    /// By endpoint.
+    snapshots: Vec<Rc<Snapshot>>,
+    epochs: Vec<u16>,
     cut: bool,
     faults_left: u8,
     /// In order, each once.
@@ -139,18 +152,18 @@ enum Event {
     Lose(usize),
     Expire(usize, Serial),
     Heartbeat(usize),
-    Restart,
+    Restart(usize),
     NextEpoch(usize),
     Cut,
-    NoticeCut,
+    NoticeCut(usize),
 }
 
 impl World {
     fn new(scope: Scope, steps: &mut Steps) -> World {
         let mut world = World {
             scope,
-            snapshots: std::array::from_fn(|i| Rc::new(Snapshot::new(scope, i, 0))),
-            epochs: [0; 4],
+            snapshots: (0..scope.shape.nodes()).map(|i| Rc::new(Snapshot::new(scope, i, 0))).collect(),
+            epochs: vec![0; scope.shape.nodes()],
             cut: false,
             faults_left: scope.faults,
             flying: Vec::new(),
@@ -169,22 +182,50 @@ impl World {
             if self.scope.kinds != Kinds::Losses {
                 events.extend((0..self.flying.len()).map(Event::ArriveAndStay));
             }
-            events.push(Event::Restart);
+            events.extend((2..self.server()).map(Event::Restart));
         }
         if self.flying.is_empty() || (self.faults_left > 0 && self.scope.kinds == Kinds::All) {
             for i in 0..2 {
                 events.extend(self.outstanding(i).into_iter().map(|seq| Event::Expire(i, seq)));
                 events.push(Event::Heartbeat(i));
             }
-            events.push(Event::Heartbeat(3));
+            events.push(Event::Heartbeat(self.server()));
         }
         if self.scope.story == Story::Epochs {
-            events.extend((0..4).filter(|i| self.epochs[*i] == 0).map(Event::NextEpoch));
+            let nodes = 0..self.epochs.len();
+            events.extend(nodes.filter(|i| self.epochs[*i] == 0).map(Event::NextEpoch));
         }
-        if self.scope.story == Story::Cut {
-            events.push(if self.cut { Event::NoticeCut } else { Event::Cut });
+        if self.cut {
+            events.extend(self.noticing().iter().copied().map(Event::NoticeCut));
+        } else if !self.noticing().is_empty() {
+            events.push(Event::Cut);
         }
         events
+    }
+
+    /// The workers that notice what is cut or dead in this story.
+    fn noticing(&self) -> &'static [usize] {
+        match self.scope.story {
+            Story::Plain | Story::Epochs => &[],
+            Story::Cut => &[0],
+            Story::CutAbove | Story::Dead => &[1],
+            Story::AllDead => &[0, 1],
+        }
+    }
+
+    /// Whether nothing passes between two nodes once something is cut or dead.
+    fn is_cut(&self, ends: [Endpoint; 2]) -> bool {
+        match self.scope.story {
+            Story::Plain | Story::Epochs => false,
+            Story::Cut => ends.contains(&WORKERS[0]) && ends.contains(&RACK),
+            Story::CutAbove => ends.contains(&WORKERS[1]) && ends.contains(&ROW),
+            Story::Dead => ends.contains(&ROW),
+            Story::AllDead => ends.contains(&ROW) || ends.contains(&RACK),
+        }
+    }
+
+    fn server(&self) -> usize {
+        self.scope.shape.nodes() - 1
     }
 
     fn outstanding(&self, i: usize) -> Vec<Serial> {
@@ -196,9 +237,9 @@ impl World {
 
     fn is_fault(&self, event: Event) -> bool {
         match event {
-            Event::ArriveAndStay(_) | Event::Lose(_) | Event::Restart => true,
+            Event::ArriveAndStay(_) | Event::Lose(_) | Event::Restart(_) => true,
             Event::Expire(..) | Event::Heartbeat(_) => !self.flying.is_empty(),
-            Event::Arrive(_) | Event::NextEpoch(_) | Event::Cut | Event::NoticeCut => false,
+            Event::Arrive(_) | Event::NextEpoch(_) | Event::Cut | Event::NoticeCut(_) => false,
         }
     }
 
@@ -219,13 +260,13 @@ impl World {
             }
             Event::Expire(i, seq) => self.step(steps, i, Input::Expire(seq)),
             Event::Heartbeat(i) => self.step(steps, i, Input::Heartbeat),
-            Event::Restart => self.step(steps, 2, Input::Begin(self.epochs[2])),
+            Event::Restart(i) => self.step(steps, i, Input::Begin(self.epochs[i])),
             Event::NextEpoch(i) => {
                 self.epochs[i] += 1;
                 match i {
-                    2 => {}
-                    3 => self.done[2] = 0,
-                    _ => self.done[i] = 0,
+                    0 | 1 => self.done[i] = 0,
+                    _ if i == self.server() => self.done[2] = 0,
+                    _ => {}
                 }
                 self.step(steps, i, Input::Begin(self.epochs[i]))
             }
@@ -233,13 +274,12 @@ impl World {
                 self.cut = true;
                 Ok(())
             }
-            Event::NoticeCut => self.step(steps, 0, Input::Lost(true)),
+            Event::NoticeCut(i) => self.step(steps, i, Input::Lost(true)),
         }
     }
 
     fn arrive(&mut self, steps: &mut Steps, packet: Rc<Flying>) -> Result<(), String> {
-        let ends = [packet.to, packet.from];
-        if self.cut && ends.contains(&WORKERS[0]) && ends.contains(&AGGREGATOR) {
+        if self.cut && self.is_cut([packet.to, packet.from]) {
             return Ok(());
         }
         self.step(steps, packet.to.0 as usize, Input::Arrive(packet))
@@ -303,7 +343,7 @@ impl World {
     fn holdings(&self) -> SipHasher13 {
         let mut state = SipHasher13::new();
         self.snapshots.iter().for_each(|snapshot| snapshot.digest.hash(&mut state));
-        (self.epochs, self.cut, self.done).hash(&mut state);
+        (&self.epochs, self.cut, self.done).hash(&mut state);
         state
     }
 
@@ -325,7 +365,7 @@ impl World {
         let mut world = self.clone();
         world.flying.clear();
         if world.epochs.contains(&1) {
-            for i in 0..4 {
+            for i in 0..world.epochs.len() {
                 if world.epochs[i] == 0 {
                     world.apply(steps, Event::NextEpoch(i))?;
                 }
@@ -333,14 +373,17 @@ impl World {
         }
         // Two rounds an event of the slowest path are plenty: it either ends or repeats itself.
         for _ in 0..16 {
-            world.step(steps, 0, Input::Lost(world.cut))?;
+            for i in world.noticing() {
+                world.step(steps, *i, Input::Lost(world.cut))?;
+            }
             for i in 0..2 {
                 for seq in world.outstanding(i) {
                     world.step(steps, i, Input::Expire(seq))?;
                 }
                 world.step(steps, i, Input::Heartbeat)?;
             }
-            world.step(steps, 3, Input::Heartbeat)?;
+            let server = world.server();
+            world.step(steps, server, Input::Heartbeat)?;
             let mut queue: VecDeque<Rc<Flying>> = std::mem::take(&mut world.flying).into();
             while let Some(packet) = queue.pop_front() {
                 world.arrive(steps, packet)?;
@@ -369,9 +412,9 @@ impl Input {
 impl Snapshot {
     fn new(scope: Scope, i: usize, epoch: u16) -> Snapshot {
         Snapshot::of(match i {
-            0 | 1 => Machine::Worker(new_worker(scope, i, epoch)),
-            2 => Machine::Aggregator(new_aggregator(scope, epoch)),
-            _ => Machine::Server(new_server(scope, epoch)),
+            0 | 1 => Machine::Worker(Box::new(new_worker(scope, i, epoch))),
+            _ if i + 1 == scope.shape.nodes() => Machine::Server(Box::new(new_server(scope, epoch))),
+            _ => Machine::Aggregator(new_aggregator(scope, i, epoch)),
         })
     }
 
@@ -392,8 +435,8 @@ impl Snapshot {
         };
         match &mut machine {
             Machine::Worker(worker) => step_worker(scope, i, worker, input, &mut effects),
-            Machine::Aggregator(aggregator) => step_aggregator(scope, aggregator, input, &mut effects),
-            Machine::Server(server) => step_server(server, input, &mut effects),
+            Machine::Aggregator(aggregator) => step_aggregator(scope, i, aggregator, input, &mut effects),
+            Machine::Server(server) => step_server(scope, server, input, &mut effects),
         }
         (Rc::new(Snapshot::of(machine)), effects.into())
     }
@@ -428,12 +471,12 @@ fn step_worker(scope: Scope, i: usize, worker: &mut Worker, input: &Input, effec
     }
 }
 
-fn step_aggregator(scope: Scope, aggregator: &mut Aggregator, input: &Input, effects: &mut Vec<Effect>) {
+fn step_aggregator(scope: Scope, i: usize, aggregator: &mut Aggregator, input: &Input, effects: &mut Vec<Effect>) {
     let Input::Arrive(packet) = input else { return };
     let Header { seq, epoch, .. } = decode(&packet.bytes).expect("ours").header;
     let mut completed = false;
     let mut send = |to: &[Endpoint], bytes: &[u8]| {
-        effects.extend(to.iter().map(|to| Effect::Send(Flying::new(*to, AGGREGATOR, bytes))));
+        effects.extend(to.iter().map(|to| Effect::Send(Flying::new(*to, Endpoint(i as u32), bytes))));
     };
     match aggregator.handle_packet(packet.from, &packet.bytes) {
         Ok(Action::Send { to, header, payload }) => {
@@ -452,7 +495,7 @@ fn step_aggregator(scope: Scope, aggregator: &mut Aggregator, input: &Input, eff
     }
 }
 
-fn step_server(server: &mut Server, input: &Input, effects: &mut Vec<Effect>) {
+fn step_server(scope: Scope, server: &mut Server, input: &Input, effects: &mut Vec<Effect>) {
     match input {
         Input::Arrive(packet) => {
             if let Ok(Some(seq)) = server.handle_packet(NOW, packet.from, &packet.bytes) {
@@ -464,7 +507,7 @@ fn step_server(server: &mut Server, input: &Input, effects: &mut Vec<Effect>) {
     }
     while let Some(out) = server.poll_transmit() {
         let bytes = [&out.header[..], out.payload].concat();
-        effects.push(Effect::Send(Flying::new(out.to, SERVER, &bytes)));
+        effects.push(Effect::Send(Flying::new(out.to, scope.shape.server(), &bytes)));
     }
 }
 
@@ -481,34 +524,43 @@ fn digest_of(add: impl FnOnce(&mut SipHasher13)) -> u64 {
 }
 
 fn new_worker(scope: Scope, i: usize, epoch: u16) -> Worker {
+    let (parent, name) = scope.shape.above(WORKERS[i]);
     let config = WorkerConfig {
         job: JOB,
         epoch,
         key: None,
-        worker: i as u8,
+        name,
         window: scope.window,
         start: scope.start,
-        parent: AGGREGATOR,
-        server: SERVER,
+        parent,
+        server: scope.shape.server(),
         ask_parent: true,
+        full_to_parent: true,
         timing: Timing::default(),
     };
     Worker::with_rules(NOW, config, scope.rules)
 }
 
-fn new_aggregator(scope: Scope, epoch: u16) -> Aggregator {
-    let limits = Limits { jobs: 1, slots: scope.window as usize, memory_bytes: 4 * scope.window as usize };
+fn new_aggregator(scope: Scope, i: usize, epoch: u16) -> Aggregator {
+    let limits = Limits { jobs: 1, slots: scope.window as usize, memory_bytes: 3 * 4 * scope.window as usize };
     let mut aggregator = Aggregator::with_rules(limits, scope.rules);
-    let children = vec![Child { endpoint: WORKERS[0], workers: 1 }, Child { endpoint: WORKERS[1], workers: 2 }];
+    let (shape, node) = (scope.shape, Endpoint(i as u32));
+    let below = |child: &Endpoint| shape.above(*child).0 == node;
+    let all = (0..shape.nodes() as u32 - 1).map(Endpoint).filter(below);
+    let mut children: Vec<Child> = all.map(|endpoint| Child { endpoint, workers: shape.above(endpoint).1 }).collect();
+    children.sort_by_key(|child| child.workers);
+    let (parent, name) = shape.above(node);
     let tenant = Tenant {
         job: JOB,
         epoch,
         key: None,
         window: scope.window,
         block_bytes: 4,
-        floats: false,
+        floats: true,
         results: true,
-        parent: SERVER,
+        parent,
+        server: Some(shape.server()),
+        name,
         children,
     };
     aggregator.open(tenant).expect("it fits");
@@ -516,7 +568,6 @@ fn new_aggregator(scope: Scope, epoch: u16) -> Aggregator {
 }
 
 fn new_server(scope: Scope, epoch: u16) -> Server {
-    let below = vec![Node::Worker(0), Node::Worker(1)];
     let config = ServerConfig {
         job: JOB,
         epoch,
@@ -524,7 +575,9 @@ fn new_server(scope: Scope, epoch: u16) -> Server {
         window: scope.window,
         block_bytes: 4,
         start: scope.start,
-        tree: Tree { children: vec![Node::Aggregator { endpoint: AGGREGATOR, children: below }] },
+        tree: scope.shape.tree(),
+        naming: Naming::Children,
+        stand_ins: 2,
         workers: WORKERS.to_vec(),
         heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
         idle_every: ServerConfig::IDLE_EVERY,
@@ -613,7 +666,16 @@ impl World {
 
 fn scope(story: Story, blocks: u32, faults: u8) -> Scope {
     // The second and third SeqNum lie on either side of the wrap-around.
-    Scope { story, blocks, window: 2, start: Serial(u32::MAX - 1), faults, kinds: Kinds::All, rules: Rules::default() }
+    Scope {
+        shape: Shape::Rack,
+        story,
+        blocks,
+        window: 2,
+        start: Serial(u32::MAX - 1),
+        faults,
+        kinds: Kinds::All,
+        rules: Rules::default(),
+    }
 }
 
 /// Two rounds in one slot, either side of the wrap-around: small enough for faults to come together.

@@ -117,8 +117,8 @@ pub struct Header {
     pub credit: Serial,
     /// The exponent that the block's workers share.
     pub exponent: i16,
-    /// Going up: the workers whose blocks or requests this is. Going down: the workers that should push straight to the
-    /// server; in a `Missing`, the workers whose blocks are missing.
+    /// Going up: the name of the sender at the node above it, a bitmap of that node's children. In a `Missing`: the children of
+    /// the node that it comes from whose blocks are missing. Otherwise, going down: the state of the job's paths (`path.rs`).
     pub workers: u64,
 }
 
@@ -162,7 +162,12 @@ pub struct Packet<'a> {
     code: u64,
 }
 
-impl Packet<'_> {
+impl<'a> Packet<'a> {
+    /// A packet that a node passes to itself.
+    pub(crate) fn own(header: Header, payload: &'a [u8]) -> Packet<'a> {
+        Packet { header, payload, coded: &[], digest: 0, code: 0 }
+    }
+
     /// Checks MAC and digest. Without a key both must be 0, so that two nodes of which only one has a key never communicate.
     pub fn verify(&self, key: Option<&Key>) -> Result<(), PacketError> {
         let good = match key {
@@ -314,8 +319,8 @@ pub const FLAG_LOST: u8 = 1;
 pub const FLAG_FULL: u8 = 2;
 pub(super) const MAGIC: u16 = 0x5041;
 /// The version of packets and receipts, which daemons report. 2: servers and aggregators without a secret send only to
-/// addresses that answer receipts.
-pub const VERSION: u8 = 2;
+/// addresses that answer receipts. 3: what goes down carries the state of the job's paths, and no longer the workers that bypass.
+pub const VERSION: u8 = 3;
 /// How many bytes of the header the MAC covers.
 const CODED_BYTES: usize = 40;
 
@@ -347,7 +352,7 @@ mod tests {
     #[test]
     fn layout() {
         let packet = bytes(&header(), &[0xaa; 8], None);
-        let head = "5041 02 01 01020304 0506 01 01 0708090a 0b0c0d0e 0f101112 fffe 0008 00000000 131415161718191a";
+        let head = "5041 03 01 01020304 0506 01 01 0708090a 0b0c0d0e 0f101112 fffe 0008 00000000 131415161718191a";
         let head: String = head.replace(' ', "") + &"00".repeat(8) + &"aa".repeat(8);
         assert_eq!(packet.iter().map(|byte| format!("{byte:02x}")).collect::<String>(), head);
     }

@@ -23,16 +23,15 @@ pub(crate) enum Rule {
     Serial,
     /// R8. The server takes a block only between Ack and Credit, and only until it is committed.
     Once,
-    /// R9. At the server, a part that is contained in one that is here is dropped, and a part that contains others replaces
-    /// them.
+    /// R9. At the server a child counts once, whether its sum came from it or from the server's table for it.
     Overlap,
-    /// R10. The server commits when the blocks of all workers are in.
+    /// R10. The server commits when the blocks of all its children are in.
     Whole,
     /// R11. Credit stays within a window of the slowest worker's Ack.
     Window,
     /// R12. A result is kept until all workers have it, and sent to workers that request it.
     Answer,
-    /// R13. When one worker bypasses an aggregator, all workers below it do.
+    /// R13. When one child bypasses an aggregator, all its children do.
     Bypass,
     /// R14. A worker pushes nothing beyond Credit.
     Credit,
@@ -101,11 +100,13 @@ pub enum Refusal {
     Kind,
     /// A SeqNum that another shard of the node adds.
     Shard,
+    /// A block past an aggregator for which the server does not stand in, or has no place left.
+    Place,
 }
 
 impl Refusal {
     /// The number of refusals; [`Refusal::index`] is below it.
-    pub const COUNT: usize = 14;
+    pub const COUNT: usize = 15;
 
     /// Names, by index; for counters.
     pub const NAMES: [&str; Refusal::COUNT] = [
@@ -123,6 +124,7 @@ impl Refusal {
         "ack",
         "kind",
         "shard",
+        "place",
     ];
 
     /// Whether the packet still proves that its sender is alive.
@@ -149,6 +151,7 @@ impl Refusal {
             Refusal::Ack => 11,
             Refusal::Kind => 12,
             Refusal::Shard => 13,
+            Refusal::Place => 14,
         }
     }
 }
@@ -180,6 +183,9 @@ impl fmt::Display for Refusal {
             Refusal::Ack => write!(f, "an Ack for what was never sent"),
             Refusal::Kind => write!(f, "a packet of a kind that has no business here"),
             Refusal::Shard => write!(f, "a block for another shard, and so for another port"),
+            Refusal::Place => {
+                write!(f, "a block past an aggregator for which the server does not stand in, or has no place left")
+            }
         }
     }
 }

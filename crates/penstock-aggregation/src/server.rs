@@ -1,23 +1,27 @@
-//! The server: receives sums and single blocks, commits, and returns results to all workers.
+//! The server: receives its children's sums and blocks, commits, and returns results to all workers.
 //!
-//! A slot keeps its parts (sums of whole aggregators, blocks of single workers) apart until every worker is in, and then adds
-//! them in the order of the tree. The sets of workers that a tree can send are nested or disjoint, so a part is either new, or
-//! contained in one that is here (dropped), or contains some (which it replaces). That is why a worker may bypass an
-//! aggregator at any time without being counted twice, and why the result has the same bits either way.
+//! A slot keeps the children's blocks apart until every child's is in, and then adds them from left to right. A child that is an
+//! aggregator may be bypassed: then the server *stands in* for it with a table of the same rules, to which the aggregator's own
+//! children push ([`bypass`]). The sum of that table counts as the aggregator's, and each child counts once, whichever way its
+//! sum came. So workers may bypass an aggregator at any time, and the result has the same bits either way.
 //!
 //! ```text
-//!             Ack                      Credit = (slowest worker's Ack) + W - 1
+//!             Ack                      Credit = (slowest child's Ack) + W - 1
 //!   committed  │  committed or collecting │  refused
 //!   ───────────┴──────────────────────────┴──────────
-//!   kept from the slowest worker's Ack on: workers that request it get it again
+//!   kept from the slowest child's Ack on: nodes that request it get it again
 //! ```
 
+mod bypass;
 mod recovery;
 
+use super::hops::{Hops, Naming, ROOT};
 use super::packet::{FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, decode};
+use super::path;
 use super::rules::{Refusal, Rule, Rules};
-use super::tree::{Node, Parts, Tree};
-use super::{Endpoint, Key, Serial, arithmetic, asks_again};
+use super::tree::{MAX_CHILDREN, Tree};
+use super::{Endpoint, Key, Serial, arithmetic};
+use bypass::Paths;
 use penstock_types::{MILLISECOND, Time};
 use std::collections::VecDeque;
 
@@ -38,8 +42,13 @@ pub struct ServerConfig {
     pub start: Serial,
     /// The job's tree: which node sends to which.
     pub tree: Tree,
+    /// What bitmaps name.
+    pub naming: Naming,
     /// Each worker's own address, by number.
     pub workers: Vec<Endpoint>,
+    /// For how many dead aggregators the server stands in at once, besides those that add no floats. Each costs
+    /// `window * (children + 1) * block_bytes`, while it is bypassed. One more is not bypassed until another is back.
+    pub stand_ins: usize,
     /// How often Ack and Credit are sent while blocks are in flight. The loss of the last packets of a burst is noticed after
     /// this time.
     pub heartbeat_every: u64,
@@ -55,20 +64,20 @@ impl ServerConfig {
     pub const IDLE_EVERY: u64 = 100 * MILLISECOND;
 }
 
-/// The end of a job's path, where sums are committed. Memory: `window * (workers + 1) * block_bytes`, reserved at once.
+/// The end of a job's path, where sums are committed. Memory: `window * (children + 1) * block_bytes`, reserved at once, and what
+/// [`ServerConfig::stand_ins`] says.
 #[derive(Clone, Debug)]
 pub struct Server {
     config: ServerConfig,
-    all: u64,
+    hops: Hops,
     ack: Serial,
     /// All results below this were sent once. Workers get it as Ack, so that an Ack does not overtake results.
     announced: Serial,
-    /// For each worker: the next result that it expects, and the highest that it can take.
+    /// For each child: the next result that it expects, and the highest that it can take.
     heard: Vec<(Serial, Serial)>,
-    /// Workers that hear nothing from the aggregator above them.
-    lost: u64,
+    paths: Paths,
     slots: Vec<Slot>,
-    /// For each slot a place for a block of every worker; a sum lies at its lowest worker's place.
+    /// For each slot a place for a block of every child.
     parts: Vec<u8>,
     results: Vec<u8>,
     /// Slots with something to send, each once.
@@ -107,6 +116,8 @@ struct Beats {
     last: (Serial, u32),
     /// Nodes to which the current one is still to be sent.
     to: Vec<Endpoint>,
+    /// How many fell due: their SeqNum, so that the shards of an aggregator get them in turn.
+    count: u32,
     /// When the next heartbeat is due.
     at: Time,
 }
@@ -114,30 +125,30 @@ struct Beats {
 #[derive(Clone, Debug)]
 struct Slot {
     tag: Option<Serial>,
-    /// Disjoint sets of workers, in the order of arrival.
-    parts: Vec<u64>,
+    /// The children whose blocks are here, in the order of arrival.
+    parts: Vec<u8>,
     committed: bool,
     format: Format,
     flags: u8,
     exponent: i16,
     length: usize,
-    /// Children or workers to which the result is still to be sent for the first time, last first.
+    /// Nodes to which the result is still to be sent for the first time, last first.
     announce: Vec<Endpoint>,
-    /// Workers that requested it and wait for it to be sent.
-    wanted: u64,
+    /// Nodes that requested it and wait for it to be sent.
+    wanted: Vec<Endpoint>,
     queued: bool,
 }
 
 /// What the server did about the loss of a block or of its result.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Recovery {
     seq: Serial,
     /// How often missing blocks were named because of a gap, and when last.
     tries: u32,
     named_at: Time,
     first_named_at: Time,
-    /// Workers that requested the result, as a bitmap. A second request of a worker resets it.
-    asked: u64,
+    /// Nodes that requested the result. A second request of a node resets the list.
+    asked: Vec<Endpoint>,
 }
 
 /// A packet to send: this header, and this block behind it.
@@ -162,9 +173,8 @@ impl Server {
         config.tree.check().expect("a tree");
         assert!(config.window.is_power_of_two(), "a window of {}", config.window);
         assert!((1..=MAX_PAYLOAD_BYTES).contains(&config.block_bytes), "blocks of {} bytes", config.block_bytes);
-        let (all, workers) = (config.tree.workers(), config.workers.len());
-        assert!(workers <= 64 && 64 - all.leading_zeros() as usize <= workers, "an address for every worker");
-        let window = config.window as usize;
+        let hops = Hops::new(&config.tree, &config.workers, config.naming);
+        let (window, children) = (config.window as usize, config.tree.children.len());
         let slot = Slot {
             tag: None,
             parts: Vec::new(),
@@ -174,17 +184,17 @@ impl Server {
             exponent: 0,
             length: 0,
             announce: Vec::new(),
-            wanted: 0,
+            wanted: Vec::new(),
             queued: false,
         };
         Server {
-            all,
+            paths: Paths::new(&config, &hops),
+            hops,
             ack: config.start,
             announced: config.start,
-            heard: vec![(config.start, config.start.plus(config.window - 1)); workers],
-            lost: 0,
+            heard: vec![(config.start, config.start.plus(config.window - 1)); children],
             slots: vec![slot; window],
-            parts: vec![0; window * workers * config.block_bytes],
+            parts: vec![0; window * children * config.block_bytes],
             results: vec![0; window * config.block_bytes],
             queue: VecDeque::new(),
             losses: Losses {
@@ -199,6 +209,7 @@ impl Server {
                 sent_credit: config.start.plus(config.window - 1),
                 last: (config.start.plus(config.window - 1), BEATS),
                 to: Vec::new(),
+                count: 0,
                 at: now.plus(config.idle_every),
             },
             refused: [0; Refusal::COUNT],
@@ -223,17 +234,13 @@ impl Server {
         self.slowest().1
     }
 
-    /// The workers that bypass aggregators: all workers below a child of the server, if one of them has lost its path (R13).
+    /// Whether any block of this SeqNum is here, and not all of them.
     #[must_use]
-    pub fn direct(&self) -> u64 {
-        if !self.rules.hold(Rule::Bypass) {
-            return self.lost;
-        }
-        let sets = self.config.tree.children.iter().map(Node::workers);
-        sets.filter(|set| set & self.lost != 0).fold(0, |all, set| all | set)
+    pub fn is_waiting(&self, seq: Serial) -> bool {
+        ![0, self.all()].contains(&self.missing(seq))
     }
 
-    /// Workers whose block of this SeqNum is missing; empty where the SeqNum is committed or outside the window.
+    /// The children whose block of this SeqNum is missing, a bit for each; none where it is committed or outside the window.
     #[must_use]
     pub fn missing(&self, seq: Serial) -> u64 {
         let slot = &self.slots[self.index(seq)];
@@ -241,9 +248,14 @@ impl Server {
         match slot.tag {
             _ if !in_window => 0,
             Some(tag) if tag == seq && slot.committed => 0,
-            Some(tag) if tag == seq => self.all & !slot.parts.iter().fold(0, |have, part| have | part),
-            _ => self.all,
+            Some(tag) if tag == seq => self.all() & !slot.have(),
+            _ => self.all(),
         }
+    }
+
+    /// All children of the server, a bit for each.
+    fn all(&self) -> u64 {
+        u64::MAX >> (64 - self.heard.len())
     }
 
     /// Refused packets, by [`Refusal::index`].
@@ -261,6 +273,8 @@ impl Server {
     /// Takes a datagram that came from `from`. Returns the SeqNum that it committed, if it did.
     pub fn handle_packet(&mut self, now: Time, from: Endpoint, bytes: &[u8]) -> Result<Option<Serial>, Refusal> {
         let outcome = decode(bytes).map_err(Refusal::from).and_then(|packet| self.handle(now, from, &packet));
+        let risen = self.rise_those(now);
+        let outcome = outcome.map(|committed| committed.or(risen));
         if let Err(refusal) = outcome {
             self.refused[refusal.index()] += 1;
         }
@@ -277,10 +291,13 @@ impl Server {
     pub fn handle_timeout(&mut self, now: Time) {
         if self.losses.rename_at.is_some_and(|at| at <= now) {
             self.name_again(now);
+            self.rise_those(now);
         }
         if now < self.beats.at {
             return;
         }
+        self.beats.count = self.beats.count.wrapping_add(1);
+        self.forget_lost(now);
         self.heartbeat();
         let is_repeated = self.beats.last.1 < BEATS;
         let busy = is_repeated
@@ -293,26 +310,28 @@ impl Server {
     pub fn poll_transmit(&mut self) -> Option<Transmit<'_>> {
         self.beats.sent_credit = self.credit();
         if let Some(to) = self.beats.to.pop() {
-            let header = self.downward(Kind::HeartbeatDown, Serial(0)).encode(&[], self.config.key.as_ref());
+            // Each goes to another shard of an aggregator.
+            let header = self.downward(Kind::HeartbeatDown, Serial(self.beats.count), to);
+            let header = header.encode(&[], self.config.key.as_ref());
             return Some(Transmit { to, header, payload: &[] });
         }
         while let Some((to, seq)) = self.losses.names.pop_front() {
-            let missing = self.missing(seq);
-            let workers = if missing & self.behind(to) == 0 { missing } else { missing & self.behind(to) };
+            let workers = self.names_for(to, seq);
             if workers != 0 {
-                let header = Header { workers, ..self.downward(Kind::Missing, seq) };
+                let header = Header { workers, ..self.downward(Kind::Missing, seq, to) };
                 return Some(Transmit { to, header: header.encode(&[], self.config.key.as_ref()), payload: &[] });
             }
+        }
+        if let Some((hop, seq)) = self.next_detour() {
+            return self.detour(hop, seq);
         }
         loop {
             let index = *self.queue.front()?;
             let slot = &mut self.slots[index];
             let to = if let Some(endpoint) = slot.announce.pop() {
                 endpoint
-            } else if slot.wanted != 0 {
-                let worker = slot.wanted.trailing_zeros();
-                slot.wanted &= slot.wanted - 1;
-                self.config.workers[worker as usize]
+            } else if let Some(endpoint) = slot.wanted.pop() {
+                endpoint
             } else {
                 slot.queued = false;
                 self.queue.pop_front();
@@ -324,7 +343,7 @@ impl Server {
             }
             let slot = &self.slots[index];
             let seq = slot.tag.expect("a slot with something to send has a tag");
-            let header = Header { format, flags, exponent, ..self.downward(Kind::Result, seq) };
+            let header = Header { format, flags, exponent, ..self.downward(Kind::Result, seq, to) };
             let payload = &self.results[index * self.config.block_bytes..][..length];
             return Some(Transmit { to, header: header.encode(payload, self.config.key.as_ref()), payload });
         }
@@ -342,108 +361,78 @@ impl Server {
         if !header.kind.is_upward() {
             return Err(Refusal::Kind);
         }
-        let single = self.sender(from, header)?;
-        self.hear(header)?;
+        let place = *self.hops.places.get(&from).ok_or(Refusal::Sender)?;
+        if self.hops.kid(place).name != header.workers {
+            return Err(Refusal::Sender);
+        }
+        if self.is_newer(header.ack, self.ack) {
+            return Err(Refusal::Ack);
+        }
+        if place.0 == ROOT {
+            self.hear(place.1, header);
+        }
         // Workers that wait for Credit send nothing that would bring it.
         if self.queue.is_empty()
             && self.credit().ahead_of(self.beats.sent_credit) >= (self.config.window / 4).max(4) as i32
         {
             self.heartbeat();
         }
-        if let Some(worker) = single {
-            self.note_path(now, worker, header.flags & FLAG_LOST != 0);
-        }
+        self.note_path(now, place, header.flags & FLAG_LOST != 0);
         match header.kind {
             Kind::Push => {
                 // Something has changed: the next heartbeat is due soon.
                 self.beats.at = self.beats.at.min(now.plus(self.config.heartbeat_every));
-                self.push(now, packet)
+                self.check_window(header.seq)?;
+                if place.0 == ROOT { self.push(now, place.1, packet) } else { self.stand_in(now, place, packet) }
             }
             Kind::Request => {
-                let child = single.is_none().then_some(from);
-                self.request(now, header.seq, header.workers.trailing_zeros(), child)?;
+                self.request(now, header.seq, place)?;
                 Ok(None)
             }
-            _ => Ok(None),
+            _ if place.0 == ROOT => Ok(None),
+            _ => self.stand_in(now, place, packet),
         }
     }
 
-    /// Checks that these workers live behind `from`. Returns the number of the worker if `from` is its own address.
-    fn sender(&self, from: Endpoint, header: &Header) -> Result<Option<u32>, Refusal> {
-        let workers = header.workers;
-        if workers.is_power_of_two() && workers & self.all != 0 {
-            let worker = workers.trailing_zeros();
-            if self.config.workers[worker as usize] == from {
-                return Ok(Some(worker));
-            }
-        }
-        let behind = |node: &Node| match node {
-            // An aggregator passes a request on as the worker made it.
-            Node::Aggregator { endpoint, .. } if header.kind == Kind::Request => {
-                *endpoint == from && workers.is_power_of_two() && workers & !node.workers() == 0
-            }
-            Node::Aggregator { endpoint, .. } => *endpoint == from && node.workers() == workers,
-            Node::Worker(_) => false,
-        };
-        if self.config.tree.children.iter().any(behind) { Ok(None) } else { Err(Refusal::Sender) }
-    }
-
-    /// Records which results workers have. Numbers only grow, since heartbeats overtake each other.
-    fn hear(&mut self, header: &Header) -> Result<(), Refusal> {
-        if self.is_newer(header.ack, self.ack) {
-            return Err(Refusal::Ack);
-        }
+    /// Records which results a child has. Numbers only grow, since heartbeats overtake each other.
+    fn hear(&mut self, child: usize, header: &Header) {
         let most = header.ack.plus(self.config.window - 1);
-        for worker in bits(header.workers) {
-            let (ack, credit) = self.heard[worker];
-            let newest = |a, b| if self.is_newer(b, a) { b } else { a };
-            // No more than a window, whatever the packet says.
-            let credible = if self.is_newer(header.credit, most) { most } else { header.credit };
-            self.heard[worker] = (newest(ack, header.ack), newest(credit, credible));
-        }
-        Ok(())
+        let (ack, credit) = self.heard[child];
+        let newest = |a, b| if self.is_newer(b, a) { b } else { a };
+        // No more than a window, whatever the packet says.
+        let credible = if self.is_newer(header.credit, most) { most } else { header.credit };
+        self.heard[child] = (newest(ack, header.ack), newest(credit, credible));
     }
 
-    fn note_path(&mut self, now: Time, worker: u32, lost: bool) {
-        let before = self.direct();
-        self.lost = self.lost & !(1 << worker) | u64::from(lost) << worker;
-        // A worker directly below the server has no path to lose.
-        self.lost &= !self.config.tree.children.iter().fold(0, |own, node| match node {
-            Node::Worker(worker) => own | 1 << worker,
-            Node::Aggregator { .. } => own,
-        });
-        if self.direct() != before {
-            self.heartbeat();
-            self.beats.at = now.plus(self.config.heartbeat_every);
+    /// Refuses blocks that are committed or beyond Credit.
+    fn check_window(&self, seq: Serial) -> Result<(), Refusal> {
+        if !self.rules.hold(Rule::Once) {
+            return Ok(());
         }
+        if self.is_newer(self.ack, seq) || self.slots[self.index(seq)].is_committed(seq) {
+            return Err(Refusal::Stale);
+        }
+        if self.is_newer(seq, self.credit()) { Err(Refusal::Credit) } else { Ok(()) }
     }
 
-    fn push(&mut self, now: Time, packet: &Packet<'_>) -> Result<Option<Serial>, Refusal> {
+    /// A child's block, or the sum of all that is below the child.
+    fn push(&mut self, now: Time, child: usize, packet: &Packet<'_>) -> Result<Option<Serial>, Refusal> {
         let Packet { header, payload, .. } = packet;
-        let (seq, set) = (header.seq, header.workers);
+        let seq = header.seq;
         let index = self.index(seq);
-        if self.rules.hold(Rule::Once) {
-            if self.is_newer(self.ack, seq) {
-                return Err(Refusal::Stale);
-            }
-            if self.is_newer(seq, self.credit()) {
-                return Err(Refusal::Credit);
-            }
-            if self.slots[index].tag == Some(seq) && self.slots[index].committed {
-                return Err(Refusal::Stale);
-            }
-        }
         if payload.len() > self.config.block_bytes {
             return Err(Refusal::Length);
         }
         let (overlap, whole) = (self.rules.hold(Rule::Overlap), self.rules.hold(Rule::Whole));
+        let all = self.all();
         let slot = &mut self.slots[index];
         if slot.tag != Some(seq) || slot.committed {
             // All workers have the result that was here: Credit shows it.
             slot.tag = Some(seq);
             slot.parts.clear();
             slot.announce.clear();
-            (slot.committed, slot.wanted) = (false, 0);
+            slot.wanted.clear();
+            slot.committed = false;
             (slot.format, slot.flags) = (header.format, header.flags & FLAG_FULL);
             (slot.exponent, slot.length) = (header.exponent, payload.len());
         }
@@ -453,30 +442,24 @@ impl Server {
         if slot.length != payload.len() {
             return Err(Refusal::Length);
         }
-        if overlap {
-            if slot.parts.iter().any(|part| set & !part == 0) {
-                return Err(Refusal::Duplicate);
-            }
-            slot.parts.retain(|part| part & !set != 0);
-        }
-        slot.parts.push(set);
-        let workers = self.config.workers.len();
-        let place = (index * workers + set.trailing_zeros() as usize) * self.config.block_bytes;
-        let have = slot.parts.iter().fold(0, |have, part| have | part);
-        if !overlap && slot.parts.len() > 1 && slot.parts[..slot.parts.len() - 1].iter().any(|part| part & set != 0) {
+        let place = (index * self.heard.len() + child) * self.config.block_bytes;
+        if slot.have() >> child & 1 == 0 {
+            slot.parts.push(child as u8);
+            self.parts[place..place + payload.len()].copy_from_slice(payload);
+        } else if overlap {
+            return Err(Refusal::Duplicate);
+        } else {
             // Without this rule the server adds every block.
             let sum = &mut self.parts[place..place + payload.len()];
             arithmetic::finish(header.format, sum);
             arithmetic::add(header.format, sum, payload);
             arithmetic::finish(header.format, sum);
-        } else {
-            self.parts[place..place + payload.len()].copy_from_slice(payload);
         }
-        if whole && have != self.all {
+        if whole && self.slots[index].have() != all {
             return Ok(None);
         }
         self.commit(index);
-        let recovery = self.losses.slots[index];
+        let recovery = &self.losses.slots[index];
         if recovery.seq == seq && recovery.tries > 0 {
             self.measure(now.since(recovery.first_named_at), recovery.tries);
         }
@@ -488,86 +471,88 @@ impl Server {
     }
 
     fn commit(&mut self, index: usize) {
-        let (block, workers) = (self.config.block_bytes, self.config.workers.len());
+        let (block, children) = (self.config.block_bytes, self.heard.len());
         let slot = &mut self.slots[index];
-        let sum = &mut self.results[index * block..][..slot.length];
-        let parts = Parts {
-            sets: &slot.parts,
-            blocks: &mut self.parts[index * workers * block..][..workers * block],
-            block_bytes: block,
-        };
+        let mut order = slot.parts.clone();
         if self.rules.hold(Rule::Order) {
-            self.overflowed += u64::from(self.config.tree.sum(slot.format, parts, sum));
-        } else {
-            // Parts are added in the order of arrival.
-            self.overflowed += u64::from(parts.sum(slot.format, sum));
+            order.sort_unstable();
         }
+        let sum = &mut self.results[index * block..][..slot.length];
+        let places = &self.parts[index * children * block..][..children * block];
+        let mut blocks: [&[u8]; MAX_CHILDREN] = [&[]; MAX_CHILDREN];
+        blocks.iter_mut().zip(&order).for_each(|(to, child)| {
+            *to = &places[usize::from(*child) * block..][..slot.length];
+        });
+        let blocks = &blocks[..order.len()];
+        let mut overflow = false;
+        if slot.format.is_float() {
+            arithmetic::sum_floats(slot.format, sum, blocks);
+        } else {
+            arithmetic::begin(slot.format, sum, blocks[0]);
+            for block in &blocks[1..] {
+                overflow |= arithmetic::add(slot.format, sum, block);
+            }
+            arithmetic::finish(slot.format, sum);
+        }
+        self.overflowed += u64::from(overflow);
         slot.committed = true;
         let seq = slot.tag.expect("a slot with parts has a tag");
-        let direct = self.direct();
-        let slot = &mut self.slots[index];
-        for node in self.config.tree.children.iter().rev() {
-            match node {
-                Node::Aggregator { endpoint, .. } if node.workers() & direct != node.workers() => {
-                    slot.announce.push(*endpoint)
-                }
-                _ => {}
-            }
-            let single = if matches!(node, Node::Worker(_)) { node.workers() } else { node.workers() & direct };
-            slot.announce.extend(bits(single).map(|worker| self.config.workers[worker]));
-        }
+        self.slots[index].announce = self.receivers(false);
         self.send(seq);
         while self.slots[self.index(self.ack)].is_committed(self.ack) {
             self.ack = self.ack.plus(1);
         }
     }
 
-    /// A worker requests a result that it misses. A second request means that the answer to the first was lost. `child`: the
-    /// aggregator that passed the request on because it does not have the result.
-    fn request(&mut self, now: Time, seq: Serial, worker: u32, child: Option<Endpoint>) -> Result<(), Refusal> {
+    /// A node requests a result that it misses. A second request means that the answer to the first was lost.
+    fn request(&mut self, now: Time, seq: Serial, place: (usize, usize)) -> Result<(), Refusal> {
         let index = self.index(seq);
-        let (bit, committed) = (1u64 << worker, self.slots[index].is_committed(seq));
+        let committed = self.slots[index].is_committed(seq);
         if (!committed && self.missing(seq) == 0) || !self.rules.hold(Rule::Answer) {
             return Err(Refusal::Stale);
         }
+        let kid = *self.hops.kid(place);
         let recovery = self.recovery(seq, now);
-        let again = asks_again(&mut recovery.asked, bit);
-        let Recovery { asked, tries, .. } = *recovery;
+        let again = recovery.asked.contains(&kid.endpoint);
+        if again {
+            recovery.asked.clear();
+        }
+        recovery.asked.push(kid.endpoint);
         if !committed {
-            // Naming for a gap is the better reason, and the clock repeats it. A worker that requests may only have a short
+            // Naming for a gap is the better reason, and the clock repeats it. A node that requests may only have a short
             // time-out.
-            if tries == 0 && (again || asked == bit) {
+            if recovery.tries == 0 && (again || recovery.asked.len() == 1) {
                 self.name(seq);
             }
-            // A worker whose own block is here learns that others' are missing.
-            let to = child.unwrap_or(self.config.workers[worker as usize]);
-            if self.missing(seq) & self.behind(to) == 0 {
-                self.tell(to, seq);
+            // A node whose own block is here learns that others' are missing.
+            if !self.lacks(place, seq) {
+                self.tell(kid.endpoint, seq);
             }
             return Ok(());
         }
-        if let Some(child) = child {
-            if asked & self.behind(child) == bit {
-                self.repeat(seq, child);
+        // When a second worker below an aggregator requests the result, it was probably lost above them all: it goes to all of
+        // them.
+        let beside = |other: &&Endpoint| self.hops.places[other].0 == place.0;
+        let askers = self.losses.slots[index].asked.iter().filter(beside).count();
+        match askers {
+            _ if kid.hop.is_some() || place.0 == ROOT || self.is_bypassed(place.0) => {
+                self.want(seq, kid.endpoint);
             }
-            return Ok(());
-        }
-        // When a second worker below a child requests the result, it was probably lost above them all: it goes to all of them.
-        let above = self.config.tree.children.iter().find_map(|node| match node {
-            Node::Aggregator { endpoint, .. } if node.workers() & bit & !self.direct() != 0 => {
-                Some((*endpoint, node.workers()))
-            }
-            _ => None,
-        });
-        match above.map(|(endpoint, set)| (endpoint, (asked & set).count_ones())) {
-            None | Some((_, 1)) => {
-                self.slots[index].wanted |= bit;
-                self.send(seq);
-            }
-            Some((endpoint, 2)) => self.repeat(seq, endpoint),
-            Some(_) => {}
+            1 => self.want(seq, kid.endpoint),
+            2 => self.want(seq, self.hops.list[place.0].endpoint),
+            _ => {}
         }
         Ok(())
+    }
+
+    /// Sends a result to a node again: once, however often it is requested before it has left.
+    fn want(&mut self, seq: Serial, to: Endpoint) {
+        let index = self.index(seq);
+        let slot = &mut self.slots[index];
+        if !slot.wanted.contains(&to) && !slot.announce.contains(&to) {
+            slot.wanted.push(to);
+        }
+        self.send(seq);
     }
 
     fn send(&mut self, seq: Serial) {
@@ -577,32 +562,14 @@ impl Server {
         }
     }
 
-    /// Sends Ack and Credit to all workers: through every child, and directly to those that bypass it.
+    /// Sends Ack and Credit to all workers: through every child, and straight to the children of aggregators that are bypassed.
     fn heartbeat(&mut self) {
-        let (direct, credit) = (self.direct(), self.credit());
+        let credit = self.credit();
         self.beats.last = (credit, if self.beats.last.0 == credit { self.beats.last.1.saturating_add(1) } else { 1 });
-        self.beats.to.clear();
-        for node in &self.config.tree.children {
-            match node {
-                Node::Aggregator { endpoint, .. } => self.beats.to.push(*endpoint),
-                Node::Worker(worker) => self.beats.to.push(self.config.workers[usize::from(*worker)]),
-            }
-        }
-        self.beats.to.extend(bits(direct).map(|worker| self.config.workers[worker]));
+        self.beats.to = self.receivers(true);
     }
 
-    /// The workers at an endpoint or below it.
-    fn behind(&self, endpoint: Endpoint) -> u64 {
-        let below = self.config.tree.children.iter().find_map(|node| match node {
-            Node::Aggregator { endpoint: at, .. } if *at == endpoint => Some(node.workers()),
-            _ => None,
-        });
-        below.unwrap_or_else(|| {
-            self.config.workers.iter().position(|at| *at == endpoint).map_or(0, |worker| 1 << worker)
-        })
-    }
-
-    fn downward(&self, kind: Kind, seq: Serial) -> Header {
+    fn downward(&self, kind: Kind, seq: Serial, to: Endpoint) -> Header {
         Header {
             kind,
             job: self.config.job,
@@ -613,15 +580,15 @@ impl Server {
             ack: self.announced,
             credit: self.credit(),
             exponent: 0,
-            workers: self.direct(),
+            workers: path::state(self.paths.number, self.is_direct(self.hops.places[&to])),
         }
     }
 
-    /// The lowest Ack and the lowest Credit of all workers.
+    /// The lowest Ack and the lowest Credit of all children.
     fn slowest(&self) -> (Serial, Serial) {
         let oldest = |a, b| if self.is_newer(b, a) { a } else { b };
-        let each = bits(self.all).map(|worker| self.heard[worker]);
-        each.reduce(|a, b| (oldest(a.0, b.0), oldest(a.1, b.1))).expect("a tree has workers")
+        let each = self.heard.iter().copied();
+        each.reduce(|a, b| (oldest(a.0, b.0), oldest(a.1, b.1))).expect("a tree has children")
     }
 
     fn index(&self, seq: Serial) -> usize {
@@ -637,11 +604,16 @@ impl Slot {
     fn is_committed(&self, seq: Serial) -> bool {
         self.tag == Some(seq) && self.committed
     }
+
+    /// The children whose blocks are here, a bit for each.
+    fn have(&self) -> u64 {
+        self.parts.iter().fold(0, |have, child| have | 1 << child)
+    }
 }
 
 impl Recovery {
     fn of(seq: Serial, now: Time) -> Recovery {
-        Recovery { seq, tries: 0, named_at: now, first_named_at: now, asked: 0 }
+        Recovery { seq, tries: 0, named_at: now, first_named_at: now, asked: Vec::new() }
     }
 }
 
@@ -671,8 +643,12 @@ impl Server {
     /// Hashes all state that decides what the server does, except time and packets that wait to be sent.
     pub(crate) fn digest(&self, state: &mut impl std::hash::Hasher) {
         use std::hash::Hash;
-        (self.config.epoch, self.ack, &self.heard, self.lost).hash(state);
-        self.losses.slots.iter().for_each(|each| (each.seq, each.tries > 0, each.asked).hash(state));
+        (self.config.epoch, self.ack, &self.heard).hash(state);
+        self.paths.digest(state);
+        self.losses.slots.iter().for_each(|each| {
+            let asked: std::collections::BTreeSet<&Endpoint> = each.asked.iter().collect();
+            (each.seq, each.tries > 0, asked).hash(state);
+        });
         let block = self.config.block_bytes;
         for (index, slot) in self.slots.iter().enumerate() {
             (slot.tag, slot.committed, &slot.parts).hash(state);
@@ -680,7 +656,7 @@ impl Server {
                 self.results[index * block..][..slot.length].hash(state);
             } else {
                 for part in &slot.parts {
-                    let place = (index * self.config.workers.len() + part.trailing_zeros() as usize) * block;
+                    let place = (index * self.heard.len() + usize::from(*part)) * block;
                     self.parts[place..][..slot.length].hash(state);
                 }
             }

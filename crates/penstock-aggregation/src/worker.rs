@@ -18,9 +18,10 @@ pub use timing::Timing;
 use super::congestion::Congestion;
 use super::estimate::{MAX_BACKOFF, MAX_DOUBTFUL, smoothed};
 use super::packet::{FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, decode};
+use super::path::Path as WayUp;
 use super::rules::{Refusal, Rule, Rules};
 use super::{Endpoint, Key, Serial};
-use penstock_types::{SECOND, Time};
+use penstock_types::Time;
 use std::collections::VecDeque;
 
 /// A worker's configuration.
@@ -32,8 +33,8 @@ pub struct WorkerConfig {
     pub epoch: u16,
     /// The job's key; `None` on a trusted network.
     pub key: Option<Key>,
-    /// The number of this worker in the job, below 64.
-    pub worker: u8,
+    /// The name of this worker at its parent: one bit of that hop's bitmap; or, where bitmaps name workers, of the job's.
+    pub name: u64,
     /// SeqNums in flight, a power of two; the same on all nodes of the job.
     pub window: u32,
     /// The first SeqNum of the epoch.
@@ -44,6 +45,8 @@ pub struct WorkerConfig {
     pub server: Endpoint,
     /// The aggregator keeps results, so lost results are requested there before at the server. A switch keeps none.
     pub ask_parent: bool,
+    /// The aggregator adds floats, so it takes blocks that are not finite. Otherwise they go to the server.
+    pub full_to_parent: bool,
     /// The time-outs of this worker.
     pub timing: Timing,
 }
@@ -53,7 +56,7 @@ pub struct WorkerConfig {
 pub enum Route {
     /// Through the aggregators, if there are any.
     Tree,
-    /// Directly to the server, in the tensor's own format: for blocks that are not finite.
+    /// In the tensor's own format, for blocks that are not finite: to the first node above that adds floats.
     Full,
 }
 
@@ -98,8 +101,8 @@ pub struct Worker {
     /// The server's Ack: it has all blocks below.
     ack: Serial,
     credit: Serial,
-    /// The server wants this worker's blocks directly.
-    direct: bool,
+    /// Whether the server wants this worker's blocks directly.
+    way: WayUp,
     /// Nothing comes from the aggregator above this worker, or the worker does not trust it.
     lost: bool,
     entries: Vec<Entry>,
@@ -194,7 +197,7 @@ impl Worker {
     #[must_use]
     pub fn new(now: Time, config: WorkerConfig) -> Worker {
         assert!(config.window.is_power_of_two(), "a window of {}", config.window);
-        assert!(config.worker < 64, "worker {} does not fit a bitmap of 64", config.worker);
+        assert!(config.name.is_power_of_two(), "a worker has a name of one bit, not {:#x}", config.name);
         let entry = Entry {
             state: State::Free,
             route: Route::Tree,
@@ -219,7 +222,7 @@ impl Worker {
             posted: config.start,
             ack: config.start,
             credit: config.start.plus(config.window - 1),
-            direct: false,
+            way: WayUp::default(),
             lost: false,
             entries: vec![entry; 2 * config.window as usize],
             due: VecDeque::new(),
@@ -298,7 +301,7 @@ impl Worker {
     /// Whether blocks go directly to the server because an aggregator is bypassed.
     #[must_use]
     pub fn is_direct(&self) -> bool {
-        self.direct
+        self.way.is_direct
     }
 
     /// Takes a datagram that came from `from`.
@@ -365,7 +368,7 @@ impl Worker {
         if self.clock.heartbeat_at <= now {
             self.judge_path(now);
             self.heartbeat_due = true;
-            let busy = self.posted != self.received || self.lost != self.direct;
+            let busy = self.posted != self.received || self.lost != self.way.is_direct;
             let Timing { heartbeat_every, idle_every, .. } = self.config.timing;
             self.clock.heartbeat_at = now.plus(match self.clock.beats {
                 _ if busy => heartbeat_every,
@@ -390,7 +393,8 @@ impl Worker {
             if std::mem::take(&mut entry.due_request) {
                 // The aggregator above most likely has the result. After some requests without an answer the worker asks the
                 // server, which has it for certain.
-                let above = self.config.ask_parent && entry.asked_above < ASK_ABOVE && !self.direct && !self.lost;
+                let above =
+                    self.config.ask_parent && entry.asked_above < ASK_ABOVE && !self.way.is_direct && !self.lost;
                 entry.asked_above += u8::from(above);
                 let to = if above { self.config.parent } else { self.config.server };
                 return Some(Outbound { to, header: self.upward(Kind::Request, seq) });
@@ -416,7 +420,7 @@ impl Worker {
         }
         if std::mem::take(&mut self.heartbeat_due) {
             self.clock.went_past = !self.clock.went_past && self.waits_for_acks(now);
-            let past = self.direct || self.lost || self.clock.went_past;
+            let past = self.way.is_direct || self.lost || self.clock.went_past;
             let to = if past { self.config.server } else { self.config.parent };
             self.reported = self.received;
             return Some(Outbound { to, header: self.upward(Kind::HeartbeatUp, Serial(0)) });
@@ -430,9 +434,8 @@ impl Worker {
         Header { format, exponent, ..*header }.encode(payload, self.config.key.as_ref())
     }
 
-    /// Takes Ack, Credit and the set of workers that bypass aggregators from a packet that came down.
+    /// Takes Ack, Credit and the state of the path from a packet that came down.
     fn hear(&mut self, now: Time, from: Endpoint, header: &Header) {
-        let is_old = self.is_newer(self.ack, header.ack) || self.is_newer(self.credit, header.credit);
         if self.is_newer(header.credit, self.credit) {
             self.credit = header.credit;
         }
@@ -447,18 +450,18 @@ impl Worker {
             // A result that is committed and has not come after the time in which packets overtake each other was lost.
             self.hurry(before, header.ack, now.plus(self.round_trip() / 4), |_| true);
         }
-        // The header of a result that an aggregator has kept describes the time when it came.
-        if !is_old && (from == self.config.server || header.kind == Kind::HeartbeatDown) {
-            let direct = self.config.parent != self.config.server && header.workers >> self.config.worker & 1 == 1;
-            if direct && !self.direct {
+        if self.config.parent != self.config.server {
+            let before = self.way.is_direct;
+            self.way.follow(header.workers, from == self.config.server);
+            if self.way.is_direct && !before {
                 // Blocks that went up through the aggregator may be lost with it.
                 self.entries.iter_mut().for_each(|entry| entry.asked = true);
                 self.hurry(self.received, self.next, now, |_| true);
             }
-            if direct != self.direct {
+            if self.way.is_direct != before {
                 self.congestion.on_new_path();
+                self.trust_anew(now);
             }
-            self.direct = direct;
         }
     }
 
@@ -482,7 +485,7 @@ impl Worker {
         if !outstanding || self.entries[index].state != State::Sent {
             return;
         }
-        if header.workers >> self.config.worker & 1 == 1 {
+        if header.workers & self.config.name != 0 {
             let Entry { repeated, due_push, order, .. } = self.entries[index];
             // A loss counts once, however many nodes ask for the block; and the last blocks that were pushed may still be in
             // flight.
@@ -572,22 +575,6 @@ impl Worker {
         }
     }
 
-    /// Decides whether the aggregator above can be trusted.
-    fn judge_path(&mut self, now: Time) {
-        if self.config.parent == self.config.server {
-            return;
-        }
-        let Timing { path_dead_after, stall_after, .. } = self.config.timing;
-        // Two workers may each wait for a block of the other one, which an aggregator loses again and again.
-        let is_in_vain = std::mem::take(&mut self.clock.path.is_in_vain);
-        let stalled = is_in_vain || (self.next != self.received && now.since(self.clock.progress_at) > stall_after);
-        if stalled && !self.direct && now >= self.clock.path.distrust_until {
-            self.clock.path.distrust_until = now.plus((stall_after << self.clock.path.stalls).min(MAX_DISTRUST));
-            self.clock.path.stalls = (self.clock.path.stalls + 1).min(MAX_BACKOFF);
-        }
-        self.lost = now.since(self.clock.parent_heard) > path_dead_after || now < self.clock.path.distrust_until;
-    }
-
     /// Whether all results are here, and for long the server has not heard that of all workers. What goes up through the aggregator
     /// may be lost, this worker's Ack with it, though packets come down: nothing is in flight that would show that. Then every second
     /// heartbeat goes to the server itself. (Not all of them: from an aggregator that works, one Ack comes instead of many.)
@@ -610,7 +597,7 @@ impl Worker {
         }
         (entry.asked, entry.asked_above, entry.misses) = (false, 0, 0);
         (entry.state, entry.sent_at, entry.deadline, entry.order) = (State::Sent, now, deadline, order);
-        let straight = self.direct || entry.route == Route::Full;
+        let straight = self.way.is_direct || (entry.route == Route::Full && !self.config.full_to_parent);
         if entry.repeated && !straight {
             entry.repeats = entry.repeats.saturating_add(1);
             let is_long = now.since(entry.first_at) > self.config.timing.stall_after;
@@ -636,7 +623,7 @@ impl Worker {
             ack: self.received,
             credit: self.most(),
             exponent: 0,
-            workers: 1 << self.config.worker,
+            workers: self.config.name,
         }
     }
 
@@ -659,8 +646,6 @@ const ASK_ABOVE: u8 = 3;
 /// A block that was pushed again this often, for [`Timing::stall_after`] at least, is not lost by chance: where a fifth of all packets
 /// is lost, one block in 400,000 is.
 const MOST_REPEATS: u8 = 8;
-/// An aggregator that stalled is tried again after a minute at the latest.
-const MAX_DISTRUST: u64 = 60 * SECOND;
 
 #[cfg(test)]
 impl Worker {
@@ -690,7 +675,7 @@ impl Worker {
     pub(crate) fn digest(&self, state: &mut impl std::hash::Hasher) {
         use std::hash::Hash;
         (self.config.epoch, self.received, self.next, self.posted, self.ack, self.credit).hash(state);
-        (self.direct, self.lost).hash(state);
+        (self.way, self.lost).hash(state);
         self.entries.iter().for_each(|entry| (entry.state, entry.route, entry.asked_above).hash(state));
     }
 }

@@ -1,5 +1,5 @@
 use super::*;
-use penstock_types::MILLISECOND;
+use penstock_types::{MILLISECOND, SECOND};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
@@ -11,12 +11,13 @@ fn worker(window: u32) -> Worker {
         job: 5,
         epoch: 3,
         key: None,
-        worker: 1,
+        name: 0b10,
         window,
         start: Serial(u32::MAX - 1),
         parent: PARENT,
         server: SERVER,
         ask_parent: true,
+        full_to_parent: false,
         timing: Timing::default(),
     };
     Worker::new(Time(0), config)
@@ -270,10 +271,10 @@ fn an_aggregator_is_not_the_server() {
     assert_eq!(worker.handle_packet(at(5000), PARENT, &down(Kind::HeartbeatDown, 0, 0, 2, 0)), Err(Refusal::Credit));
     assert_eq!(worker.handle_packet(at(5000), PARENT, &down(Kind::HeartbeatDown, 0, 0, 1, 0)), Ok(Received::Control));
     assert!(!worker.server_is_lost(at(5100)));
-    // Credit has not moved, so what a kept result says of the way is not older; only heartbeats are believed.
-    worker.handle_packet(at(5100), PARENT, &down(Kind::Result, 0, 0, 1, 0b10)).unwrap();
+    // Only the server itself sends a worker past the aggregator.
+    worker.handle_packet(at(5100), PARENT, &down(Kind::Result, 0, 0, 1, crate::path::state(1, true))).unwrap();
     assert!(!worker.is_direct());
-    worker.handle_packet(at(5100), PARENT, &down(Kind::HeartbeatDown, 0, 0, 1, 0b10)).unwrap();
+    worker.handle_packet(at(5100), SERVER, &down(Kind::HeartbeatDown, 0, 0, 1, crate::path::state(1, true))).unwrap();
     assert!(worker.is_direct());
 }
 
@@ -295,21 +296,51 @@ fn a_lost_path() {
     };
     assert_eq!(lost, FLAG_LOST);
     assert!((350 * MILLISECOND..400 * MILLISECOND).contains(&now.0), "{now:?}");
-    worker.handle_packet(now, SERVER, &down(Kind::HeartbeatDown, 0, 0, 1, 0b10)).unwrap();
+    let state = crate::path::state;
+    worker.handle_packet(now, SERVER, &down(Kind::HeartbeatDown, 0, 0, 1, state(1, true))).unwrap();
     assert!(worker.is_direct());
     let (_, packets) = wait(&mut worker, Time(SECOND));
     assert_eq!(packets, [(SERVER, Kind::Push, seq(0)), (SERVER, Kind::Request, seq(0))]);
     // The aggregator is back: it relays a heartbeat, and the server takes the worker's word for it.
-    worker.handle_packet(now, PARENT, &down(Kind::HeartbeatDown, 0, 0, 1, 0b10)).unwrap();
+    worker.handle_packet(now, PARENT, &down(Kind::HeartbeatDown, 0, 0, 1, state(1, false))).unwrap();
+    assert!(worker.is_direct());
     now = worker.poll_timeout().plus(2 * MILLISECOND);
     worker.handle_timeout(now);
     let beat =
         std::iter::from_fn(|| worker.poll_transmit(now)).find(|out| out.header.kind == Kind::HeartbeatUp).unwrap();
     assert_eq!((beat.to, beat.header.flags), (SERVER, 0));
-    worker.handle_packet(now, SERVER, &down(Kind::HeartbeatDown, 0, 0, 1, 0)).unwrap();
+    worker.handle_packet(now, PARENT, &down(Kind::HeartbeatDown, 0, 0, 1, state(2, false))).unwrap();
     assert!(!worker.is_direct());
     assert!(!worker.server_is_lost(now));
     assert!(worker.server_is_lost(now.plus(5 * SECOND)));
+}
+
+/// Nothing moves, whichever way blocks go, and packets come down both ways. A path that is back is blamed again only after it has had
+/// its time: a second, after one and two seconds without trust.
+#[test]
+fn a_path_that_is_back() {
+    let mut worker = worker(2);
+    worker.post(Route::Tree);
+    let (mut blamed, mut number) = (Vec::new(), 0);
+    for now in (0..8 * SECOND).step_by(10 * MILLISECOND as usize).map(Time) {
+        // The server follows what the worker says.
+        number += u64::from(worker.lost != worker.is_direct());
+        let beat = |is_bypass| down(Kind::HeartbeatDown, 0, 0, 1, crate::path::state(number, is_bypass));
+        if worker.lost {
+            worker.handle_packet(now, SERVER, &beat(true)).unwrap();
+        }
+        worker.handle_packet(now, PARENT, &beat(false)).unwrap();
+        assert_eq!(worker.is_direct(), worker.lost);
+        let before = worker.stalls();
+        worker.handle_timeout(now);
+        sent(&mut worker, now);
+        if worker.stalls() != before {
+            blamed.push(now.0 / MILLISECOND);
+        }
+    }
+    let [first, second, third] = blamed[..] else { panic!("{blamed:?}") };
+    assert!((1000..1100).contains(&first) && (2000..2200).contains(&(second - first)), "{blamed:?}");
+    assert!((3000..3200).contains(&(third - second)), "{blamed:?}");
 }
 
 /// An aggregator loses one of this worker's blocks whenever it comes, while another worker's block is missing, too, and is waited for:
@@ -369,13 +400,16 @@ fn a_path_on_which_only_acks_are_lost() {
     assert!(not_past.count() > 5, "every second one goes through the aggregator, which may work");
 }
 
-/// Blocks that are not finite go straight to the server, and say so.
+/// Blocks that are not finite say so, and go past an aggregator that does not add floats.
 #[test]
 fn full_blocks() {
-    let mut worker = worker(2);
-    worker.post(Route::Full);
-    let out = worker.poll_transmit(Time(0)).unwrap();
-    assert_eq!((out.to, out.header.flags), (SERVER, FLAG_FULL));
+    for (full_to_parent, to) in [(false, SERVER), (true, PARENT)] {
+        let mut worker = worker(2);
+        worker.config.full_to_parent = full_to_parent;
+        worker.post(Route::Full);
+        let out = worker.poll_transmit(Time(0)).unwrap();
+        assert_eq!((out.to, out.header.flags), (to, FLAG_FULL));
+    }
 }
 
 proptest! {

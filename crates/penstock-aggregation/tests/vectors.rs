@@ -240,6 +240,8 @@ fn tenant_of(open: &Value) -> Tenant {
         floats: open["floats"].as_bool().unwrap(),
         results: false,
         parent: endpoint(&open["parent"]),
+        server: None,
+        name: children.iter().fold(0, |all, child| all | workers(child)),
         children: children
             .iter()
             .map(|child| Child { endpoint: endpoint(&child["link"]), workers: workers(child) })

@@ -1,7 +1,7 @@
 //! Parses and validates the body of `PUT /jobs/{job}`. Pure.
 
 use crate::proof::unhex;
-use penstock_aggregation::{Endpoint, Key, MAX_PAYLOAD_BYTES, Node, Tree};
+use penstock_aggregation::{Endpoint, Key, MAX_CHILDREN, MAX_PAYLOAD_BYTES, MAX_WORKERS, Naming, Node, Tree};
 use serde::Deserialize;
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -39,20 +39,65 @@ pub(crate) struct Common {
     pub(crate) start: u32,
 }
 
-/// A validated job. The driver's number of a node is its index in `places`.
+/// A validated job. The driver's number of a node is its index in `nodes`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Admitted {
     pub(crate) common: Common,
-    /// Aggregator: the parent, then the children. Server: all workers by number, then the aggregators.
-    pub(crate) places: Vec<Place>,
-    /// The workers behind each of `places`; 0 for a parent.
-    pub(crate) workers: Vec<u64>,
+    /// Aggregator: the parent, the children, and the server if that is not the parent. Server: all workers by number, then the
+    /// aggregators.
+    pub(crate) nodes: Vec<Listed>,
     /// The node's number for every port of every place.
     pub(crate) endpoints: HashMap<SocketAddr, Endpoint>,
-    /// The tree of the job; `None` on an aggregator.
-    pub(crate) tree: Option<Tree>,
-    /// Only on a server: how many of `places` are workers.
-    pub(crate) addressed: usize,
+    pub(crate) role: RoleJob,
+}
+
+/// A node of a job.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Listed {
+    pub(crate) place: Place,
+    pub(crate) kind: Kind,
+    /// The workers at or below it, for reports: such as "0-3,7".
+    pub(crate) workers: String,
+}
+
+/// What a node is to the daemon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Parent,
+    Server,
+    Worker,
+    Aggregator,
+}
+
+impl Kind {
+    /// The name in reports.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Kind::Parent => "parent",
+            Kind::Server => "server",
+            Kind::Worker => "worker",
+            Kind::Aggregator => "aggregator",
+        }
+    }
+}
+
+/// What only one role needs to know of a job.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum RoleJob {
+    Aggregator {
+        /// The node's own name at its parent.
+        name: u64,
+        /// The children's names, in the order of `nodes`.
+        children: Vec<u64>,
+        /// The job's server, where bitmaps name the children of a hop.
+        server: Option<Endpoint>,
+    },
+    Server {
+        tree: Tree,
+        naming: Naming,
+        /// How many of `nodes` are workers.
+        workers: usize,
+    },
 }
 
 #[derive(Deserialize)]
@@ -68,6 +113,9 @@ struct AggregatorBody {
     start: u32,
     parent: PlaceBody,
     children: Vec<ChildBody>,
+    /// With `server`: bitmaps name the children of a hop, and this is the node's place among its parent's.
+    place: Option<usize>,
+    server: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -80,8 +128,19 @@ struct ServerBody {
     #[serde(default)]
     floats: bool,
     start: u32,
+    #[serde(default)]
+    names: Names,
     tree: Vec<Branch>,
     workers: Vec<String>,
+}
+
+/// What bitmaps name.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Names {
+    #[default]
+    Workers,
+    Children,
 }
 
 #[derive(Deserialize)]
@@ -104,7 +163,7 @@ struct ChildBody {
 #[derive(Deserialize)]
 #[serde(untagged, deny_unknown_fields)]
 enum Branch {
-    Worker { worker: u8 },
+    Worker { worker: u16 },
     Aggregator { aggregator: PlaceBody, children: Vec<Branch> },
 }
 
@@ -116,52 +175,120 @@ fn one() -> u32 {
 pub(crate) fn aggregator_job(job: u32, body: &[u8], here: SocketAddr) -> Result<Admitted, String> {
     let body: AggregatorBody =
         serde_json::from_slice(body).map_err(|error| format!("not an aggregator's job: {error}"))?;
-    let AggregatorBody { epoch, key, window, block_bytes, floats, start, parent, children } = body;
+    let AggregatorBody { epoch, key, window, block_bytes, floats, start, parent, children, place, server } = body;
     let common = Common { job, epoch, key: read_key(key)?, window, block_bytes, floats, start };
     common.check()?;
+    if place.is_some() != server.is_some() {
+        return Err("place and server: give both, or, where bitmaps name workers, none".into());
+    }
+    if let Some(place) = place.filter(|place| *place >= MAX_CHILDREN) {
+        return Err(format!("place is {place}; a node has at most {MAX_CHILDREN} children, numbered from 0"));
+    }
+    if place.is_some() && !floats {
+        return Err("floats is false; where bitmaps name a hop's children, every aggregator adds floats".into());
+    }
+    if children.is_empty() || children.len() > MAX_CHILDREN {
+        return Err(format!("children: {} are given; 1 to {MAX_CHILDREN} are possible", children.len()));
+    }
     let mut book = Book::new(here);
-    book.add("parent", &parent, 0)?;
-    let mut seen = 0;
+    book.add("parent", &parent, Kind::Parent, String::new())?;
+    let mut names = Vec::new();
     for (i, child) in children.iter().enumerate() {
         let what = format!("children[{i}]");
-        let workers = child.workers.strip_prefix("0x").and_then(|hex| u64::from_str_radix(hex, 16).ok());
+        let (name, kind, workers) = if place.is_some() {
+            let workers = read_workers(&child.workers).map_err(|why| format!("{what}: {why}"))?;
+            let kind = if workers.parse::<u16>().is_ok() { Kind::Worker } else { Kind::Aggregator };
+            (1 << i, kind, workers)
+        } else {
+            child.bitmap(&what, names.iter().fold(0, |all, name| all | name))?
+        };
+        names.push(name);
+        book.add(&what, &PlaceBody { address: child.address.clone(), shards: child.shards }, kind, workers)?;
+    }
+    let server = match &server {
+        None => None,
+        Some(address) if *address == parent.address => Some(Endpoint(0)),
+        Some(address) => {
+            let place = PlaceBody { address: address.clone(), shards: 1 };
+            Some(book.add("server", &place, Kind::Server, String::new())?)
+        }
+    };
+    let name = place.map_or_else(|| names.iter().fold(0, |all, name| all | name), |place| 1 << place);
+    Ok(book.admitted(common, RoleJob::Aggregator { name, children: names, server }))
+}
+
+impl ChildBody {
+    /// The workers at or below the child, none of which is `seen`, where bitmaps name workers.
+    fn bitmap(&self, what: &str, seen: u64) -> Result<(u64, Kind, String), String> {
+        let workers = self.workers.strip_prefix("0x").and_then(|hex| u64::from_str_radix(hex, 16).ok());
         let workers = workers.filter(|workers| *workers != 0).ok_or_else(|| {
-            format!("{what}: workers is {:?}; a bitmap with a worker in it is needed, such as \"0x3\"", child.workers)
+            format!("{what}: workers is {:?}; a bitmap with a worker in it is needed, such as \"0x3\"", self.workers)
         })?;
         if workers & seen != 0 {
             return Err(format!("{what}: worker {} is below two children", (workers & seen).trailing_zeros()));
         }
-        seen |= workers;
-        book.add(&what, &PlaceBody { address: child.address.clone(), shards: child.shards }, workers)?;
+        let numbers: Vec<u16> = (0..64).filter(|worker| workers >> worker & 1 == 1).collect();
+        let kind = if numbers.len() == 1 { Kind::Worker } else { Kind::Aggregator };
+        Ok((workers, kind, shown(&numbers)))
     }
-    if seen == 0 {
-        return Err("children: an aggregator needs at least one".into());
-    }
-    Ok(book.admitted(common, None, 0))
 }
 
 /// Parses a job for a server that listens on `here`.
 pub(crate) fn server_job(job: u32, body: &[u8], here: SocketAddr) -> Result<Admitted, String> {
     let body: ServerBody = serde_json::from_slice(body).map_err(|error| format!("not a server's job: {error}"))?;
-    let ServerBody { epoch, key, window, block_bytes, floats, start, tree, workers } = body;
+    let ServerBody { epoch, key, window, block_bytes, floats, start, names, tree, workers } = body;
     let common = Common { job, epoch, key: read_key(key)?, window, block_bytes, floats, start };
     common.check()?;
-    if workers.is_empty() || workers.len() > 64 {
-        return Err(format!("workers: {} addresses; 1 to 64 are possible", workers.len()));
+    let (naming, most) = match names {
+        Names::Workers => (Naming::Workers, 64),
+        Names::Children => (Naming::Children, MAX_WORKERS),
+    };
+    if workers.is_empty() || workers.len() > most {
+        let cure = if most < workers.len() && workers.len() <= MAX_WORKERS {
+            "; more need \"names\": \"children\", which no switch understands"
+        } else {
+            ""
+        };
+        return Err(format!("workers: {} addresses; 1 to {most} are possible{cure}", workers.len()));
     }
     let mut book = Book::new(here);
     for (i, address) in workers.iter().enumerate() {
-        book.add(&format!("workers[{i}]"), &PlaceBody { address: address.clone(), shards: 1 }, 1 << i)?;
+        let place = PlaceBody { address: address.clone(), shards: 1 };
+        book.add(&format!("workers[{i}]"), &place, Kind::Worker, i.to_string())?;
     }
-    let children = tree.iter().map(|branch| book.branch(branch)).collect::<Result<_, String>>()?;
+    let children = tree.iter().map(|branch| book.branch(branch, naming)).collect::<Result<_, String>>()?;
     let tree = Tree { children };
     tree.check().map_err(|error| format!("tree: {error}"))?;
-    let addressed = if workers.len() == 64 { u64::MAX } else { (1 << workers.len()) - 1 };
-    if tree.workers() & !addressed != 0 {
-        let worker = (tree.workers() & !addressed).trailing_zeros();
+    if let Some(worker) = tree.workers().into_iter().find(|worker| usize::from(*worker) >= workers.len()) {
         return Err(format!("tree: worker {worker} has no address in workers"));
     }
-    Ok(book.admitted(common, Some(tree), workers.len()))
+    Ok(book.admitted(common, RoleJob::Server { tree, naming, workers: workers.len() }))
+}
+
+/// The text of a child's workers, which goes into reports as it is.
+fn read_workers(text: &str) -> Result<String, String> {
+    let is_shown = |byte: u8| byte.is_ascii_digit() || b",-.".contains(&byte);
+    if text.is_empty() || text.len() > SHOWN_BYTES || !text.bytes().all(is_shown) {
+        return Err(format!("workers is {text:?}; their numbers are needed, such as \"0-3,7\""));
+    }
+    Ok(text.to_owned())
+}
+
+/// Numbers of workers as ranges, the first few of them.
+fn shown(workers: &[u16]) -> String {
+    let mut workers = workers.to_vec();
+    workers.sort_unstable();
+    let mut text = String::new();
+    for run in workers.chunk_by(|a, b| a + 1 == *b) {
+        let (first, last) = (run[0], run[run.len() - 1]);
+        let next = if first == last { first.to_string() } else { format!("{first}-{last}") };
+        let comma = if text.is_empty() { "" } else { "," };
+        if text.len() + 1 + next.len() + 4 > SHOWN_BYTES {
+            return text + ",...";
+        }
+        text = text + comma + &next;
+    }
+    text
 }
 
 impl Common {
@@ -184,17 +311,16 @@ fn read_key(key: Option<String>) -> Result<Option<Key>, String> {
 /// Collects places and numbers them.
 struct Book {
     here: SocketAddr,
-    places: Vec<Place>,
-    workers: Vec<u64>,
+    nodes: Vec<Listed>,
     endpoints: HashMap<SocketAddr, Endpoint>,
 }
 
 impl Book {
     fn new(here: SocketAddr) -> Book {
-        Book { here, places: Vec::new(), workers: Vec::new(), endpoints: HashMap::new() }
+        Book { here, nodes: Vec::new(), endpoints: HashMap::new() }
     }
 
-    fn add(&mut self, what: &str, body: &PlaceBody, workers: u64) -> Result<Endpoint, String> {
+    fn add(&mut self, what: &str, body: &PlaceBody, kind: Kind, workers: String) -> Result<Endpoint, String> {
         let PlaceBody { address: text, shards } = body;
         let address: SocketAddr = text
             .parse()
@@ -212,45 +338,37 @@ impl Book {
             return Err(format!("{what}: {shards} shards from port {} on lead beyond 65535", address.port()));
         }
         let place = Place { address, shards: *shards };
-        let endpoint = Endpoint(self.places.len() as u32);
+        let endpoint = Endpoint(self.nodes.len() as u32);
         for port in place.ports() {
             if let Some(other) = self.endpoints.insert(port, endpoint) {
                 return Err(format!("{what}: {port} is also the address of node {}", other.0));
             }
         }
-        self.places.push(place);
-        self.workers.push(workers);
+        self.nodes.push(Listed { place, kind, workers });
         Ok(endpoint)
     }
 
-    fn branch(&mut self, branch: &Branch) -> Result<Node, String> {
+    fn branch(&mut self, branch: &Branch, naming: Naming) -> Result<Node, String> {
         match branch {
             Branch::Worker { worker } => Ok(Node::Worker(*worker)),
             Branch::Aggregator { aggregator, children } => {
-                let endpoint = self.add("tree", aggregator, 0)?;
-                let children = children.iter().map(|child| self.branch(child)).collect::<Result<_, String>>()?;
-                let node = Node::Aggregator { endpoint, children };
-                // The whole tree with a number of 64 or more is refused right after this.
-                let mut whole = vec![&node];
-                let mut workers = 0;
-                while let Some(node) = whole.pop() {
-                    match node {
-                        Node::Worker(worker) => workers |= 1u64.checked_shl(u32::from(*worker)).unwrap_or(0),
-                        Node::Aggregator { children, .. } => whole.extend(children),
-                    }
-                }
-                self.workers[endpoint.0 as usize] = workers;
+                let endpoint = self.add("tree", aggregator, Kind::Aggregator, String::new())?;
+                let children =
+                    children.iter().map(|child| self.branch(child, naming)).collect::<Result<_, String>>()?;
+                let node = Node::Aggregator { endpoint, is_full: naming == Naming::Children, children };
+                self.nodes[endpoint.0 as usize].workers = shown(&node.workers());
                 Ok(node)
             }
         }
     }
 
-    fn admitted(self, common: Common, tree: Option<Tree>, addressed: usize) -> Admitted {
-        let Book { places, workers, endpoints, .. } = self;
-        Admitted { common, places, workers, endpoints, tree, addressed }
+    fn admitted(self, common: Common, role: RoleJob) -> Admitted {
+        Admitted { common, nodes: self.nodes, endpoints: self.endpoints, role }
     }
 }
 
+/// The longest text of workers in a report.
+const SHOWN_BYTES: usize = 64;
 /// As the protocol's limit.
 const MAX_WINDOW: u32 = 1 << 16;
 
@@ -282,17 +400,20 @@ mod tests {
     fn nodes_and_ports() {
         let job = aggregator(AGGREGATOR).unwrap();
         assert_eq!(job.common.key, Some(Key(std::array::from_fn(|i| i as u8))));
-        assert_eq!((job.common.start, job.common.floats, job.workers), (7, true, vec![0, 3, 4]));
+        let shown = |job: &Admitted| job.nodes.iter().map(|node| node.workers.clone()).collect::<Vec<_>>().join(" ");
+        assert_eq!((job.common.start, job.common.floats, shown(&job).as_str()), (7, true, " 0-1 2"));
+        assert_eq!(job.role, RoleJob::Aggregator { name: 7, children: vec![3, 4], server: None });
         let endpoint = |text: &str| job.endpoints.get(&text.parse().unwrap()).map(|endpoint| endpoint.0);
         assert_eq!(
             [endpoint("10.0.0.1:100"), endpoint("10.0.0.2:200"), endpoint("10.0.0.2:203")],
             [Some(0), Some(1), Some(1)]
         );
         assert_eq!([endpoint("10.0.0.3:300"), endpoint("10.0.0.2:204")], [Some(2), None]);
-        assert_eq!(job.places[1].of(6).to_string(), "10.0.0.2:202");
+        assert_eq!(job.nodes[1].place.of(6).to_string(), "10.0.0.2:202");
         let job = server(SERVER).unwrap();
-        assert_eq!(job.workers, [1, 2, 4, 6]);
-        assert_eq!(job.tree.unwrap().workers(), 7);
+        assert_eq!(shown(&job), "0 1 2 1-2");
+        let RoleJob::Server { tree, naming: Naming::Workers, workers: 3 } = &job.role else { panic!("{job:?}") };
+        assert_eq!(tree.workers(), [0, 2, 1]);
         assert_eq!(job.endpoints[&"10.0.0.9:901".parse().unwrap()], Endpoint(3));
     }
 
@@ -327,7 +448,7 @@ mod tests {
         }
         for (from, to, reason) in [
             ("{\"worker\": 2}", "{\"worker\": 0}", "worker 0 stands twice"),
-            ("{\"worker\": 2}", "{\"worker\": 200}", "worker 200 does not fit"),
+            ("{\"worker\": 2}", "{\"worker\": 200}", "worker 200 has no address"),
             ("{\"worker\": 2}", "{\"worker\": 5}", "worker 5 has no address"),
             ("[{\"worker\": 2}, {\"worker\": 1}]", "[]", "without children"),
             ("10.0.0.2:101", "10.0.0.2:100", "workers[2]: 10.0.0.2:100 is also the address of node 1"),
@@ -339,6 +460,61 @@ mod tests {
             let error = server(&text).unwrap_err();
             assert!(error.contains(reason), "{error:?} should say {reason:?}");
         }
+        // Where bitmaps name a hop's children.
+        let hop = AGGREGATOR.replace("\"0x3\"", "\"0-1\"").replace("\"0x4\"", "\"2\"").replacen(
+            "\"parent\"",
+            "\"place\": 5, \"server\": \"10.0.0.7:700\", \"parent\"",
+            1,
+        );
+        let job = aggregator(&hop).unwrap();
+        assert_eq!(job.role, RoleJob::Aggregator { name: 32, children: vec![1, 2], server: Some(Endpoint(3)) });
+        assert_eq!(
+            job.nodes.iter().map(|node| node.kind.name()).collect::<Vec<_>>().join(" "),
+            "parent aggregator worker server"
+        );
+        let below = aggregator(&hop.replace("10.0.0.7:700", "10.0.0.1:100")).unwrap();
+        assert_eq!(below.role, RoleJob::Aggregator { name: 32, children: vec![1, 2], server: Some(Endpoint(0)) });
+        let many = |count: u32| -> String {
+            (0..count).map(|i| format!("{{\"address\": \"10.0.1.{i}:1\", \"workers\": \"{i}\"}},")).collect()
+        };
+        for (from, to, reason) in [
+            ("\"place\": 5,", "", "place and server: give both"),
+            ("\"place\": 5", "\"place\": 64", "place is 64; a node has at most 64 children"),
+            ("\"floats\": true", "\"floats\": false", "every aggregator adds floats"),
+            ("\"0-1\"", "\"0x1\"", "children[0]: workers is \"0x1\"; their numbers"),
+            ("\"0-1\"", "\"\"", "children[0]: workers is \"\""),
+            ("10.0.0.7:700", "10.0.0.3:300", "server: 10.0.0.3:300 is also the address of node 2"),
+            ("\"children\": [", &format!("\"children\": [{}", many(63)), "children: 65 are given; 1 to 64"),
+        ] {
+            let text = hop.replacen(from, to, 1);
+            assert_ne!(text, hop);
+            let error = aggregator(&text).unwrap_err();
+            assert!(error.contains(reason), "{error:?} should say {reason:?}");
+        }
+        let crowd = |count: usize, names: &str| {
+            let addresses: Vec<String> = (0..count).map(|i| format!("\"10.1.{}.{}:9\"", i / 250, i % 250)).collect();
+            let racks: Vec<String> = (0..count)
+                .step_by(64)
+                .map(|first| {
+                    let below: Vec<String> =
+                        (first..count.min(first + 64)).map(|worker| format!("{{\"worker\": {worker}}}")).collect();
+                    let at = format!("10.2.0.{}:9", first / 64);
+                    format!("{{\"aggregator\": {{\"address\": \"{at}\"}}, \"children\": [{}]}}", below.join(","))
+                })
+                .collect();
+            let (workers, tree) = (addresses.join(","), racks.join(","));
+            let text = SERVER.replacen("\"epoch\"", &format!("\"names\": \"{names}\", \"epoch\""), 1);
+            let (head, _) = text.split_once("\"tree\"").unwrap();
+            server(&format!("{head}\"tree\": [{tree}], \"workers\": [{workers}]}}"))
+        };
+        let job = crowd(4096, "children").unwrap();
+        assert_eq!((job.nodes.len(), job.nodes[4097].workers.as_str()), (4096 + 64, "64-127"));
+        assert!(crowd(4097, "children").unwrap_err().contains("4097 addresses; 1 to 4096 are possible"));
+        assert!(crowd(65, "workers").unwrap_err().contains("1 to 64 are possible; more need \"names\": \"children\""));
+        assert!(crowd(2, "hosts").unwrap_err().contains("unknown variant `hosts`"));
+        let scattered: Vec<u16> = (0..200).map(|i| i * 7).collect();
+        assert!(shown(&scattered).len() <= SHOWN_BYTES && shown(&scattered).ends_with(",..."));
+        assert!(read_workers(&shown(&scattered)).is_ok());
         let no_workers = SERVER.replace(r#"["10.0.0.1:100", "10.0.0.2:100", "10.0.0.2:101"]"#, "[]");
         assert!(server(&no_workers).unwrap_err().contains("workers: 0 addresses"));
         assert!(aggregator("{}").unwrap_err().contains("missing field"));

@@ -31,26 +31,27 @@ pub(crate) struct JobReport {
     pub(crate) waiting_slots: usize,
     pub(crate) memory_bytes: usize,
     pub(crate) counters: JobCounters,
-    /// Only on a server: what it committed, its Ack and Credit, and which workers bypass aggregators.
+    /// Only on a server: what it committed, its Ack and Credit, and which aggregators are bypassed.
     pub(crate) server: Option<ServerReport>,
     pub(crate) nodes: Vec<NodeReport>,
     pub(crate) age_ns: u64,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct ServerReport {
     pub(crate) committed: u64,
     pub(crate) ack: u32,
     pub(crate) credit: u32,
-    pub(crate) direct: u64,
+    pub(crate) bypassed: Vec<SocketAddr>,
 }
 
 /// Counters of one node of a job.
 #[derive(Clone, Debug)]
 pub(crate) struct NodeReport {
     pub(crate) address: SocketAddr,
-    /// The workers at or below the node, as a bitmap; 0 for the parent.
-    pub(crate) workers: u64,
+    pub(crate) kind: &'static str,
+    /// The workers at or below the node, such as "0-3,7"; nothing for those above.
+    pub(crate) workers: String,
     pub(crate) packets: u64,
     pub(crate) bytes: u64,
     /// The node's part of the job's counters.
@@ -177,8 +178,8 @@ impl Report {
                 "The highest block that may be sent.",
                 &servers(&|server| u64::from(server.credit)),
             );
-            let direct = servers(&|server| u64::from(server.direct.count_ones()));
-            out.gauge("job_direct_workers", "Workers that pass an aggregator by.", &direct);
+            let bypassed = servers(&|server| server.bypassed.len() as u64);
+            out.gauge("job_bypassed_aggregators", "Aggregators that are bypassed.", &bypassed);
         }
         let refused =
             self.jobs.iter().flat_map(|job| reasons(&job.counters.refused, &job.labels())).collect::<Vec<_>>();
@@ -250,35 +251,28 @@ impl JobReport {
         ] {
             fields.insert(name.into(), value);
         }
-        if let Some(ServerReport { committed, ack, credit, direct }) = self.server {
+        if let Some(ServerReport { committed, ack, credit, bypassed }) = &self.server {
             fields.insert("committed".into(), json!(committed));
             fields.insert("ack".into(), json!(ack));
             fields.insert("credit".into(), json!(credit));
-            fields.insert("direct".into(), json!(format!("{direct:#x}")));
+            let bypassed: Vec<String> = bypassed.iter().map(SocketAddr::to_string).collect();
+            fields.insert("bypassed".into(), json!(bypassed));
         }
         Value::Object(fields)
     }
 }
 
 impl NodeReport {
-    fn kind(&self) -> &'static str {
-        match self.workers.count_ones() {
-            0 => "parent",
-            1 => "worker",
-            _ => "aggregator",
-        }
-    }
-
     fn labels(&self) -> String {
-        format!("node=\"{}\",address=\"{}\",workers=\"{:#x}\"", self.kind(), self.address, self.workers)
+        format!("node=\"{}\",address=\"{}\",workers=\"{}\"", self.kind, self.address, self.workers)
     }
 
     fn json(&self) -> Value {
         let mut fields = counters(&self.counters);
         for (name, value) in [
-            ("node", json!(self.kind())),
+            ("node", json!(self.kind)),
             ("address", json!(self.address.to_string())),
-            ("workers", json!(format!("{:#x}", self.workers))),
+            ("workers", json!(self.workers)),
             ("packets", json!(self.packets)),
             ("bytes", json!(self.bytes)),
             ("silent_s", json!(self.silent_ns.map(seconds))),

@@ -9,7 +9,7 @@ mod adding;
 mod passing;
 mod serving;
 
-use crate::admission::{Admitted, Common};
+use crate::admission::{Admitted, Common, Listed};
 use crate::report::{NodeReport, Report};
 use adding::Adding;
 use penstock_aggregation::{Endpoint, HEADER_BYTES, Key, Limits, PacketError, Receipt, Shard, decode};
@@ -250,8 +250,7 @@ impl Loss {
 /// A node of a job, with its counters.
 #[derive(Clone, Debug)]
 struct Known {
-    place: crate::admission::Place,
-    workers: u64,
+    listed: Listed,
     packets: u64,
     bytes: u64,
     counters: penstock_aggregation::JobCounters,
@@ -265,11 +264,10 @@ struct Known {
 impl Known {
     /// The nodes of a job; `receive`: they need not show that they receive packets.
     fn all(job: &Admitted, receive: bool) -> Vec<Known> {
-        let nodes = job.places.iter().zip(&job.workers);
-        nodes
-            .map(|(place, workers)| Known {
-                place: *place,
-                workers: *workers,
+        job.nodes
+            .iter()
+            .map(|listed| Known {
+                listed: listed.clone(),
                 packets: 0,
                 bytes: 0,
                 counters: Default::default(),
@@ -287,10 +285,16 @@ impl Known {
         others.find(|number| !nodes[*number].receives && is_meant(*number))
     }
 
+    /// The address at which the node takes SeqNum `seq`.
+    fn at(&self, seq: u32) -> SocketAddr {
+        self.listed.place.of(seq)
+    }
+
     fn report(&self, now: Time) -> NodeReport {
         NodeReport {
-            address: self.place.address,
-            workers: self.workers,
+            address: self.listed.place.address,
+            kind: self.listed.kind.name(),
+            workers: self.listed.workers.clone(),
             packets: self.packets,
             bytes: self.bytes,
             counters: self.counters,

@@ -62,7 +62,7 @@ fn storms(trains: Vec<(usize, Vec<u8>, usize, u8)>) {
     }
     adding.send(Time(1), &mut out);
     // An honest heartbeat is heard, whatever came before.
-    let silent = |report: Report| report.jobs[0].nodes.iter().find(|node| node.workers == 1).unwrap().silent_ns;
+    let silent = |report: Report| report.jobs[0].nodes.iter().find(|node| node.workers == "0").unwrap().silent_ns;
     let header = Header {
         kind: Kind::HeartbeatUp,
         job: 5,

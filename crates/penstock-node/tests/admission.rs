@@ -83,7 +83,7 @@ fn malformed() {
     for (pointer, value, reason) in [
         ("/children/1/workers", json!("0x1"), "worker 0 is below two children"),
         ("/children/1/address", json!("127.0.0.1:10"), "also the address of node 1"),
-        ("/children", json!([]), "needs at least one"),
+        ("/children", json!([]), "children: 0 are given; 1 to 64 are possible"),
         ("/window", json!(17), "window is 17"),
         ("/block_bytes", json!(8897), "block_bytes is 8897"),
         ("/epoch", json!(65536), "not an aggregator's job"),
@@ -112,7 +112,7 @@ fn malformed() {
         stream.write_all(text.as_bytes()).unwrap();
         answer(&mut stream).0
     };
-    assert_eq!(raw("PUT /jobs/7 HTTP/1.1\r\nContent-Length: 70000\r\n\r\n"), 413, "refused before a byte of it came");
+    assert_eq!(raw("PUT /jobs/7 HTTP/1.1\r\nContent-Length: 600000\r\n\r\n"), 413, "refused before a byte of it came");
     assert_eq!(raw("PUT /jobs/7 HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"), 411);
     assert_eq!(raw("\0\0\0\0\r\n\r\n"), 400);
     assert_eq!(put(at, 7, &aggregator_job(1)).0, 201, "and the daemon goes on");
@@ -265,7 +265,7 @@ fn metrics() {
             assert_eq!(series["penstock_job_committed_total{job=\"77\",epoch=\"3\"}"], 40.0);
         } else {
             let worker = cluster.sockets[2].local_addr();
-            let labels = format!("job=\"77\",epoch=\"3\",node=\"worker\",address=\"{worker}\",workers=\"0x4\"");
+            let labels = format!("job=\"77\",epoch=\"3\",node=\"worker\",address=\"{worker}\",workers=\"2\"");
             assert_eq!(series[&format!("penstock_node_added_total{{{labels}}}")], 40.0);
             assert_eq!(series["penstock_shards"], 2.0);
         }

@@ -6,6 +6,7 @@ use cluster::{ANY, Branch, Cluster, Job, config, get, job_at};
 use penstock_aggregation::{Format, Header, Key, Kind, Serial};
 use penstock_net::datagrams::Datagrams;
 use penstock_node::{Config, Role};
+use serde_json::json;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -13,19 +14,19 @@ fn aggregator(shards: u32) -> Config {
     Config { shards, ..config(Role::Aggregator) }
 }
 
-/// Formats, numbers of workers, shards, with a key and without, with offloads and without.
+/// Formats, numbers of workers, shards, with a key and without, with offloads and without, and where bitmaps name workers.
 #[test]
 fn one_aggregator() {
-    for (workers, format, shards, keyed, offloads) in [
-        (2, Format::I32, 1, false, true),
-        (3, Format::I16, 2, true, true),
-        (4, Format::F32, 2, false, false),
-        (5, Format::Exponents, 1, true, false),
-        (8, Format::I32, 2, true, true),
-        (8, Format::F32, 4, true, true),
+    for (workers, format, shards, keyed, offloads, names_workers) in [
+        (2, Format::I32, 1, false, true, false),
+        (3, Format::I16, 2, true, true, true),
+        (4, Format::F32, 2, false, false, false),
+        (5, Format::Exponents, 1, true, false, true),
+        (8, Format::I32, 2, true, true, true),
+        (8, Format::F32, 4, true, true, false),
     ] {
         let key = keyed.then_some(Key([9; 16]));
-        let job = Job { key, offloads, ..Job::star(workers, format) };
+        let job = Job { key, offloads, names_workers, ..Job::star(workers, format) };
         let node = Config { offloads, ..aggregator(shards) };
         let mut cluster = Cluster::start(Config { offloads, ..config(Role::Server) }, vec![node], &job);
         cluster.open(&job);
@@ -37,11 +38,11 @@ fn one_aggregator() {
         for worker in 0..workers {
             let node = &reply["nodes"][worker + 1];
             assert_eq!(node["added"], job.blocks, "{node}");
-            assert_eq!(node["workers"], format!("{:#x}", 1 << worker));
+            assert_eq!((&node["node"], &node["workers"]), (&"worker".into(), &worker.to_string().into()));
             assert_eq!(node["address"], cluster.sockets[worker].local_addr().to_string());
         }
         let server = job_at(cluster.server_at(), job.number);
-        assert_eq!((&server["committed"], &server["direct"]), (&job.blocks.into(), &"0x0".into()), "{server}");
+        assert_eq!((&server["committed"], &server["bypassed"]), (&job.blocks.into(), &json!([])), "{server}");
     }
 }
 
@@ -129,7 +130,89 @@ fn an_aggregator_dies() {
     let after = after.expect("results came after its death");
     assert!(after.as_secs_f64() < 10.0, "on a loaded machine too: {after:?}");
     let server = job_at(cluster.server_at(), job.number);
-    assert_eq!(server["direct"], "0x3", "only those below it go straight: {server}");
+    assert_eq!(server["bypassed"], json!([cluster.places[0].0.to_string()]), "and not the other one: {server}");
+}
+
+/// 70 workers: more than a bitmap of workers holds. Two racks below a row, and two workers straight below the server. A rack dies, then
+/// the row above both; both come back, and are used again. Every result is the undisturbed sum, with floats added in the order of the
+/// tree, and each time the server stands in for those that are dead, and no others.
+#[test]
+fn more_than_64_workers() {
+    let racks = [0..34, 34..68].map(|rack: std::ops::Range<usize>| rack.map(Branch::Worker).collect());
+    let [one, other] = racks;
+    let row = Branch::Rack(0, vec![Branch::Rack(1, one), Branch::Rack(2, other)]);
+    let tree = vec![row, Branch::Worker(68), Branch::Worker(69)];
+    let job = Job {
+        tree,
+        patient: false,
+        // Long enough that nodes return to the aggregators before it ends.
+        blocks: 2000,
+        window: 64,
+        block_bytes: 64,
+        key: Some(Key([5; 16])),
+        ..Job::star(70, Format::F32)
+    };
+    let mut cluster = Cluster::start(config(Role::Server), vec![aggregator(2), aggregator(1), aggregator(2)], &job);
+    cluster.open(&job);
+    let bypassed = |cluster: &Cluster| -> Vec<usize> {
+        let server = job_at(cluster.server_at(), job.number);
+        let all = server["bypassed"].as_array().expect("a list").clone();
+        (0..3).filter(|number| all.contains(&json!(cluster.places[*number].0.to_string()))).collect()
+    };
+    let mut seen = Vec::new();
+    let mut stage = 0;
+    cluster.run(&job, |cluster, results| {
+        let share = results / job.workers as u32;
+        match stage {
+            0 if share > 60 => cluster.kill(1),
+            1 if share > 140 => {
+                seen.push(bypassed(cluster));
+                cluster.kill(0);
+            }
+            2 if share > 230 => {
+                seen.push(bypassed(cluster));
+                cluster.restart(&job, 0);
+                cluster.restart(&job, 1);
+            }
+            _ => return,
+        }
+        stage += 1;
+    });
+    assert_eq!(seen, [vec![1], vec![0, 1]], "by number");
+    for number in 0..3 {
+        let completed = job_at(cluster.places[number].0, job.number)["completed"].as_u64().unwrap();
+        assert!(completed > 20, "aggregator {number} was used again: it has completed {completed} sums");
+    }
+}
+
+/// Integers, of which blocks that are not finite travel as floats, at depth 2, with 5 % loss at every daemon: through aggregators, and past
+/// dead ones. First a rack dies, or its row, or both at once; then the dead come back, and the others die.
+#[test]
+fn deaths_on_one_path() {
+    for (seed, first, then) in [(1u64, &[1][..], &[0][..]), (2, &[0], &[1]), (3, &[0, 1], &[2])] {
+        let w = Branch::Worker;
+        let racks = vec![Branch::Rack(1, vec![w(0), w(1)]), Branch::Rack(2, vec![w(2), w(3)]), w(4)];
+        let tree = vec![Branch::Rack(0, racks), w(5)];
+        let job = Job { tree, patient: false, blocks: 1500, infinite: true, window: 32, ..Job::star(6, Format::I32) };
+        let job = Job { block_bytes: 64, ..job };
+        let lossy = |config: Config, more| Config { drop: Some((0.05, seed * 10 + more)), ..config };
+        let nodes = (0..3).map(|i| lossy(aggregator(1 + i % 2), u64::from(i))).collect();
+        let mut cluster = Cluster::start(lossy(config(Role::Server), 7), nodes, &job);
+        cluster.open(&job);
+        let mut stage = 0;
+        cluster.run(&job, |cluster, results| {
+            match (stage, results / 6) {
+                (0, 200..) => first.iter().for_each(|dead| cluster.kill(*dead)),
+                (1, 500..) => {
+                    first.iter().for_each(|back| cluster.restart(&job, *back));
+                    then.iter().for_each(|dead| cluster.kill(*dead));
+                }
+                _ => return,
+            }
+            stage += 1;
+        });
+        assert_eq!(stage, 2, "seed {seed}");
+    }
 }
 
 /// Unauthenticated peers that send as much as they can, from unknown and from forged addresses, change nothing, and are counted.

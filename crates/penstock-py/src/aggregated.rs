@@ -34,11 +34,11 @@ impl UdpSockets {
     }
 }
 
-/// (address, weight, (parent, shards) or None, job, epoch, key or None, window, start)
-type Server = (String, u32, Option<(String, u16)>, u32, u16, Option<[u8; 16]>, u32, u32);
+/// (address, weight, (parent, shards) or None, name, job, epoch, key or None, window, start)
+type Server = (String, u32, Option<(String, u16)>, u64, u32, u16, Option<[u8; 16]>, u32, u32);
 
 /// From now on, sums and averages in `group` of at least `min_bytes` bytes of floats go through `servers`, each (address,
-/// weight, (aggregator, its shards) or None, job, epoch, key or None, window, first SeqNum). `format`: "int32", "padded" (the
+/// weight, (aggregator, its shards) or None, this rank's name there, job, epoch, key or None, window, first SeqNum). `format`: "int32", "padded" (the
 /// same for switches: packets of one length), "int16" or "float32". `sockets` are in the order of the servers and belong to
 /// this group from now on. The ticket completes when all ranks have called this.
 #[pyfunction]
@@ -67,12 +67,13 @@ pub(crate) fn aggregate(
     };
     let servers = servers
         .into_iter()
-        .map(|(at, weight, parent, job, epoch, key, window, start)| {
+        .map(|(at, weight, parent, name, job, epoch, key, window, start)| {
             let parent = parent.map(|(at, shards)| address(&at).map(|address| NodeSpec { address, shards }));
             Ok(ServerSpec {
                 address: address(&at)?,
                 weight,
                 parent: parent.transpose()?,
+                name,
                 job,
                 epoch,
                 key,

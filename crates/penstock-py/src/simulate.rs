@@ -18,11 +18,14 @@ use crate::engine::{algorithm_named, collective_named};
 /// `tree` has what is below the server, instead of `workers` and `shape`: a number is a worker, a list an aggregator with what is
 /// below it. `queued` is how many operations a worker has submitted at a time; `payload` how many bytes of elements a full block has, a
 /// multiple of 64. `rate_mbit` and `queue` (bytes) are 0 for no limit. With `finite` no element is infinite or NaN. With `edge_loss` only
-/// workers' links lose packets. `patient` uses the time-outs of real jobs, instead of shorter ones that let many runs fit into a second.
+/// workers' links lose packets. `patient` uses the time-outs of real jobs, instead of shorter ones that let many runs fit into a second. With
+/// `fat` a link between switches carries what all workers below it send. With `switches` a third of the aggregators of integers behave as
+/// switches.
 #[pyfunction]
 #[pyo3(signature = (
     seed, *, jobs=None, workers=None, shape=None, tree=None, blocks=None, shards=None, operation=None, queued=None, window=None,
-    payload=None, floats=None, finite=false, keyed=None, loss=None, edge_loss=false, duplicate=None, delay_ms=None, jitter_ms=None, rate_mbit=None, queue=None, patient=false, faults=true,
+    payload=None, floats=None, finite=false, keyed=None, loss=None, edge_loss=false, duplicate=None, delay_ms=None, jitter_ms=None, rate_mbit=None, queue=None, patient=false, fat=false,
+    switches=true, faults=true,
     trace=false,
 ))]
 #[allow(clippy::too_many_arguments, reason = "they are keyword-only in Python")]
@@ -50,6 +53,8 @@ pub(crate) fn simulate_aggregation<'py>(
     rate_mbit: Option<f64>,
     queue: Option<u64>,
     patient: bool,
+    fat: bool,
+    switches: bool,
     faults: bool,
     trace: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
@@ -60,7 +65,10 @@ pub(crate) fn simulate_aggregation<'py>(
         Some("star") => Some(Shape::Star),
         Some("racks") => Some(Shape::Racks),
         Some("core") => Some(Shape::Core),
-        Some(other) => return Err(config(format!("shape is {other:?}; direct, star, racks and core are possible"))),
+        Some("rows") => Some(Shape::Rows),
+        Some(other) => {
+            return Err(config(format!("shape is {other:?}; direct, star, racks, core and rows are possible")));
+        }
     };
     let scaled = |number: Option<f64>, unit: u64| number.map(|number| (number * unit as f64).round() as u64);
     for (name, number) in [("delay_ms", delay_ms), ("jitter_ms", jitter_ms), ("rate_mbit", rate_mbit)] {
@@ -90,6 +98,8 @@ pub(crate) fn simulate_aggregation<'py>(
         rate: scaled(rate_mbit, GIGABIT / 1000),
         queue,
         timing: patient.then(Timing::default),
+        is_fat: fat,
+        no_switches: !switches,
         no_faults: !faults,
     };
     fixed.check().map_err(config)?;
@@ -228,12 +238,12 @@ fn nodes(list: &Bound<'_, PyAny>, depth: u32, count: &mut u32) -> PyResult<Vec<N
     let mut found = Vec::new();
     for one in list.try_iter()? {
         let one = one?;
-        found.push(match one.extract::<u8>() {
+        found.push(match one.extract::<u16>() {
             Ok(worker) => Node::Worker(worker),
             Err(_) => {
                 let children = nodes(&one, depth + 1, count)?;
                 *count += 1;
-                Node::Aggregator { endpoint: Endpoint(*count - 1), children }
+                Node::Aggregator { endpoint: Endpoint(*count - 1), is_full: true, children }
             }
         });
     }

@@ -14,7 +14,7 @@
 //! them. So a packet that bypasses an aggregator passes its switch all the same.
 
 use crate::random::Random;
-use penstock_aggregation::{HEADER_BYTES, MAX_PAYLOAD_BYTES};
+use penstock_aggregation::{HEADER_BYTES, MAX_PAYLOAD_BYTES, MAX_WORKERS};
 use penstock_types::{MILLISECOND, SECOND};
 use world::World;
 
@@ -71,7 +71,7 @@ pub struct Scenario {
     pub seed: u64,
     /// Jobs; they share the aggregators.
     pub jobs: usize,
-    /// Workers a job, 1 to 64.
+    /// Workers a job, 1 to 4096.
     pub workers: usize,
     /// The tree of every job: which node sends to which. An aggregator's address is its number. Trees may be of any depth.
     pub tree: Tree,
@@ -83,6 +83,8 @@ pub struct Scenario {
     pub operation: u32,
     /// How many operations a worker has submitted at a time, 1 or more; it submits another one when one has ended.
     pub queued: u32,
+    /// How long a worker computes after an operation has ended, before it submits another one, in nanoseconds.
+    pub pause: u64,
     /// Bytes of elements in a full block, a multiple of 64. On a link a full block is as long as the largest one
     /// ([`MAX_PAYLOAD_BYTES`]) all the same, and shorter ones in proportion: short blocks make fast simulations, with more
     /// packets of exponents.
@@ -112,6 +114,12 @@ pub struct Scenario {
     pub queue: u64,
     /// The workers' time-outs; the server's heartbeats follow them.
     pub timing: Timing,
+    /// A link between switches carries as much as the links of all workers below it, and a server's as much as 64 of them: a network
+    /// that is not oversubscribed. Otherwise each carries `rate`.
+    pub is_fat: bool,
+    /// Where blocks travel as integers, a third of the aggregators behave as switches: they add no floats, and have no way past a
+    /// parent that is bypassed.
+    pub switches: bool,
     /// Faults, by number of the arriving packet.
     pub faults: Vec<(u64, Fault)>,
     /// Whether to keep the last lines of what happened.
@@ -148,7 +156,7 @@ pub struct Outcome {
 pub struct Fixed {
     /// [`Scenario::jobs`], 1 to 16.
     pub jobs: Option<usize>,
-    /// [`Scenario::workers`], 1 to 64.
+    /// [`Scenario::workers`], 1 to 4096.
     pub workers: Option<usize>,
     /// The shape of [`Scenario::tree`].
     pub shape: Option<Shape>,
@@ -188,6 +196,10 @@ pub struct Fixed {
     pub queue: Option<u64>,
     /// [`Scenario::timing`], [`IMPATIENT`] if not fixed.
     pub timing: Option<Timing>,
+    /// [`Scenario::is_fat`], which is never drawn.
+    pub is_fat: bool,
+    /// The opposite of [`Scenario::switches`], which is never drawn.
+    pub no_switches: bool,
     /// No restarts, deaths, cuts and lost servers.
     pub no_faults: bool,
 }
@@ -202,7 +214,7 @@ impl Fixed {
             _ => Ok(()),
         };
         within("jobs", self.jobs.map(|n| n as u64), 1, 16)?;
-        within("workers", self.workers.map(|n| n as u64), 1, 64)?;
+        within("workers", self.workers.map(|n| n as u64), 1, MAX_WORKERS as u64)?;
         within("blocks", self.blocks.map(u64::from), 1, 100_000)?;
         within("queued", self.queued.map(u64::from), 1, 64)?;
         within("payload in bytes", self.payload_bytes.map(|n| n as u64), 64, MAX_PAYLOAD_BYTES as u64)?;
@@ -255,6 +267,7 @@ impl Scenario {
             blocks: 4 + random.below(29) as u32,
             operation: Random::new(seed ^ 0x0be4_a710).pick(&[0, 0, 3, 8]),
             queued: Random::new(seed ^ 0xa4ea_d000).pick(&[1, 1, 2, 4]),
+            pause: 0,
             payload_bytes: fixed.payload_bytes.unwrap_or(SHORT_BLOCK_BYTES),
             window: random.pick(&[1, 2, 4, 8, 16]),
             floats: random.below(3) == 0,
@@ -268,6 +281,8 @@ impl Scenario {
             rate: random.pick(&[0, GIGABIT / 10, GIGABIT]),
             queue: Random::new(seed ^ 0x0fee_dcab).pick(&[0, 0, 64 << 10, 256 << 10]),
             timing: fixed.timing.unwrap_or(IMPATIENT),
+            is_fat: fixed.is_fat,
+            switches: !fixed.no_switches,
             faults: Vec::new(),
             trace: false,
         };
@@ -275,7 +290,7 @@ impl Scenario {
         scenario.workers = fixed.workers.unwrap_or(workers);
         scenario.tree = fixed.shape.unwrap_or(shape).tree(scenario.workers);
         if let Some(tree) = &fixed.tree {
-            scenario.workers = tree.workers().count_ones() as usize;
+            scenario.workers = tree.workers().len();
             scenario.tree = tree.clone();
         }
         scenario.blocks = fixed.blocks.unwrap_or(scenario.blocks);
@@ -323,9 +338,10 @@ impl Scenario {
     /// The tree is invalid, or its workers are not those of the job.
     pub fn check(&self) -> Result<(), String> {
         self.tree.check().map_err(|error| error.to_string())?;
-        let (workers, expected) = (self.tree.workers(), u64::MAX >> (64 - self.workers.clamp(1, 64)));
-        if self.workers == 0 || workers != expected {
-            return Err(format!("the tree has workers {workers:b}, and the job {}: number them from 0", self.workers));
+        let mut workers = self.tree.workers();
+        workers.sort_unstable();
+        if !workers.iter().copied().map(usize::from).eq(0..self.workers) {
+            return Err(format!("the tree has workers {workers:?}, and the job {}: number them from 0", self.workers));
         }
         let mut numbers = trees::aggregators(&self.tree);
         numbers.sort_unstable();
@@ -383,10 +399,11 @@ const FULL_BYTES: u64 = MAX_PAYLOAD_BYTES as u64 + BARE_BYTES;
 const BARE_BYTES: u64 = HEADER_BYTES as u64 + 8 + 20 + 38;
 /// What a node's socket holds before it would block: two trains of segments. More would delay what is sent again.
 const SOCKET_BUFFER: u64 = 128 << 10;
-/// Virtual time after which a run counts as stuck: twice the longest time for which a path is not trusted.
+/// Virtual time after the last commit after which a run counts as stuck: twice the longest time for which a path is not trusted. (Not the
+/// time of the whole run: a window of one with a fifth of all packets lost on each of six links takes four seconds a block.)
 const LIMIT: u64 = 120 * SECOND;
-/// Aggregators have numbers below this: a tree of 64 workers in which every aggregator has two children has 63.
-const MAX_AGGREGATORS: u32 = 1024;
+/// Aggregators have numbers below this: a tree of 4096 workers in which every aggregator has two children has 4095.
+const MAX_AGGREGATORS: u32 = 4096;
 /// How many lines of the trace are kept.
 const TRACE_LINES: usize = 2000;
 

@@ -6,8 +6,8 @@
 
 use penstock_aggregation::client::{AllReduce, Core, CoreConfig, Lack, Leftover, PARENT, SERVER, Trouble, Wire};
 use penstock_aggregation::{
-    Action, Aggregator, Child, Endpoint, HEADER_BYTES, Key, Kind, Limits, Node, Serial, Server, ServerConfig, Tenant,
-    Timing, Tree, WorkerConfig, decode,
+    Action, Aggregator, Child, Endpoint, HEADER_BYTES, Key, Kind, Limits, Naming, Node, Serial, Server, ServerConfig,
+    Tenant, Timing, Tree, WorkerConfig, decode,
 };
 use penstock_sim::network::{Event, Link, Network, NodeId, Topology};
 use penstock_sim::random::Random;
@@ -100,23 +100,25 @@ impl Cluster {
                 job: JOB,
                 epoch: 1,
                 key,
-                worker: rank as u8,
+                name: 1 << rank,
                 window: WINDOW,
                 start,
                 parent: if shape.rack_of(rank).is_some() { PARENT } else { SERVER },
                 server: SERVER,
                 ask_parent: shape.wire != Wire::Padded,
+                full_to_parent: false,
                 timing: Timing::default(),
             };
             Core::new(Time(0), config, vec![worker; shape.weights.len()])
         };
         let rack_node = |(at, rack): (usize, &Vec<u8>)| Node::Aggregator {
             endpoint: shape.rack(at),
-            children: rack.iter().map(|worker| Node::Worker(*worker)).collect(),
+            is_full: false,
+            children: rack.iter().map(|worker| Node::Worker(u16::from(*worker))).collect(),
         };
         let mut children: Vec<Node> = shape.racks.iter().enumerate().map(rack_node).collect();
         let alone = (0..shape.world).filter(|rank| shape.rack_of(*rank).is_none());
-        children.extend(alone.map(|rank| Node::Worker(rank as u8)));
+        children.extend(alone.map(|rank| Node::Worker(rank as u16)));
         let server = ServerConfig {
             job: JOB,
             epoch: 1,
@@ -125,6 +127,8 @@ impl Cluster {
             block_bytes: PAYLOAD,
             start,
             tree: Tree { children },
+            naming: Naming::Workers,
+            stand_ins: 0,
             workers: (0..shape.world).map(Endpoint).collect(),
             heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
             idle_every: ServerConfig::IDLE_EVERY,
@@ -141,6 +145,8 @@ impl Cluster {
                 floats: shape.wire == Wire::Float,
                 results: true,
                 parent: shape.server(),
+                server: None,
+                name: rack.iter().fold(0, |all, worker| all | 1 << worker),
                 children: rack.iter().map(child).collect(),
             };
             aggregator.open(tenant).unwrap();

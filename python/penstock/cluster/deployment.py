@@ -75,19 +75,16 @@ class Server:
 
     def parent(self, worker: int) -> str | None:
         """The aggregator that a worker pushes to; None: the server itself."""
+        above = self._above(worker)
+        return above.address if above else None
 
-        def find(nodes: tuple[Child, ...], above: str | None) -> tuple[bool, str | None]:
-            for node in nodes:
-                if isinstance(node, int):
-                    if node == worker:
-                        return True, above
-                else:
-                    found = find(node.children, node.address)
-                    if found[0]:
-                        return found
-            return False, None
+    def place(self, worker: int, world: int) -> int:
+        """A worker's place among the children of the node that it pushes to, in a job of ``world`` workers."""
+        above = self._above(worker)
+        return (above.children if above else self.children(world)).index(worker)
 
-        return find(self.tree, None)[1]
+    def _above(self, worker: int) -> Aggregator | None:
+        return next((one for one in self.aggregators if worker in one.children), None)
 
 
 @dataclass(frozen=True)
@@ -119,11 +116,24 @@ class Deployment:
         """Raise if the deployment does not fit a job of so many workers.
 
         Raises:
-            penstock.errors.Config: a worker that the job does not have; more than 64 of them.
+            penstock.errors.Config: a worker that the job does not have; too many workers; a server with too many children.
         """
         if world > MOST_WORKERS:
             raise ConfigError(f"{self.name}: a job of {world} ranks; servers and aggregators take up to {MOST_WORKERS}")
+        for switch in self.switches[:1]:
+            if world > SWITCH_WORKERS:
+                raise ConfigError(
+                    f"{self.name}: a job of {world} ranks; with a switch ({switch.address}) at most {SWITCH_WORKERS} are "
+                    "possible: make it an aggregator's daemon"
+                )
         for server in self.servers:
+            count = len(server.children(world))
+            if count > MOST_CHILDREN:
+                straight = count - len(server.tree)
+                raise ConfigError(
+                    f"{self.name}: server {server.address} has {count} children in a job of {world} ranks ({straight} ranks "
+                    f"that are below no aggregator); at most {MOST_CHILDREN} are possible: put aggregators between"
+                )
             for aggregator in server.tree:
                 for worker in aggregator.workers:
                     if worker >= world:
@@ -400,6 +410,10 @@ def _aggregator(entry: Entry, seen: set[int | str], names: _Names) -> Aggregator
                 children.append(number)
     if "children" in fields:
         children += [_aggregator(child, seen, names) for child in fields["children"].sequence()]
+    if len(children) > MOST_CHILDREN:
+        raise entry.wrong(
+            f"an aggregator has at most {MOST_CHILDREN} children, here are {len(children)}: put aggregators below it"
+        )
     if not children:
         raise entry.wrong("an aggregator needs `workers: [...]`, or aggregators as `children:`, or both")
     switch = None
@@ -453,12 +467,15 @@ def _is_window(value: Any) -> bool:
 
 
 FORMATS = ("int32", "int16", "float32")
-MOST_WORKERS = 64
+# As in crates/penstock-aggregation/src/tree.rs.
+MOST_WORKERS = 4096
+MOST_CHILDREN = 64
 # The longest block of a packet: docs/reference/packets.md.
 MOST_BLOCK_BYTES = 8896
 # The limits of p4/penstock.p4: docs/design/p4.md.
 SWITCH_BLOCK_BYTES = (64, 256, 1024)
 SWITCH_CHILDREN = 16
+SWITCH_WORKERS = 64
 SWITCH_SLOTS = 4096
 # Weights are counted in millionths.
 MIN_FRACTION = 1e-6

@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import http.client
 import ipaddress
+import itertools
 import json
 import logging
 import os
@@ -150,7 +151,7 @@ def attach(
             payload_bytes=outcome["payload_bytes"],
             min_bytes=agreed.min_bytes,
             gives_way=gives_way,
-            servers=[_as_server(agreed, i, one, member.rank) for i, one in enumerate(outcome["servers"])],
+            servers=[_as_server(agreed, i, one, member.rank, member.world) for i, one in enumerate(outcome["servers"])],
             timeout_s=max(0.0, until - time.monotonic()),
         )
         opened.wait()
@@ -172,14 +173,18 @@ def attach(
     return Aggregation(member.group, jobs)
 
 
-def _as_server(agreed: deployment.Deployment, index: int, opened: dict[str, Any], rank: int) -> tuple[Any, ...]:
+def _as_server(
+    agreed: deployment.Deployment, index: int, opened: dict[str, Any], rank: int, world: int
+) -> tuple[Any, ...]:
     """The engine's parameters for a server."""
     server = agreed.servers[index]
     above = server.parent(rank)
     parent = None if above is None else (above, opened["shards"][above])
     key = None if opened["key"] is None else bytes.fromhex(opened["key"])
     weight = round(server.fraction / deployment.MIN_FRACTION)
-    return (server.address, weight, parent, opened["job"], _EPOCH, key, agreed.window, opened["start"])
+    # Switches know a worker by its rank, daemons by its place among the children of the node above.
+    name = 1 << (rank if agreed.switches else server.place(rank, world))
+    return (server.address, weight, parent, name, opened["job"], _EPOCH, key, agreed.window, opened["start"])
 
 
 @dataclass(frozen=True)
@@ -190,10 +195,9 @@ class _Put:
     address: str
     job: int
     body: bytes
-    # For a switch: the command that opens and closes jobs on it, the job's server, and the workers at or below the switch.
+    # For a switch: the command that opens and closes jobs on it, and the job's server.
     switch: tuple[str, ...] | None = None
     server: str = ""
-    workers: int = 0
     shards: int = 1
     """Of an aggregator, as the other nodes know it."""
 
@@ -237,27 +241,32 @@ class _Jobs:
             self._shards("server", server.address, until, beside_switch=any(_is_switch(one) for one in children))
             job, start = secrets.randbits(32), secrets.randbits(32)
             key = secrets.token_hex(16) if self._deployment.key else None
+            # Where bitmaps name the children of a hop, every aggregator adds what is not finite as well, so it needs room for it.
+            flat = bool(self._deployment.switches)
             common = {
                 "epoch": _EPOCH,
                 "key": key,
                 "window": self._deployment.window,
                 "block_bytes": self._payload_bytes,
-                "floats": self._deployment.format == "float32",
+                "floats": not flat or self._deployment.format == "float32",
                 "start": start,
             }
             workers = [addresses[index] for addresses in self._workers]
             tree = [_tree(child, shards) for child in children]
-            self._put(_Put("server", server.address, job, _body({**common, "tree": tree, "workers": workers})), until)
-            for child in children:
-                parent = {"address": server.address, "shards": 1}
-                self._open_below(child, parent, workers, shards, common, job, server.address, until)
+            body = {**common, "tree": tree, "workers": workers, "names": "workers" if flat else "children"}
+            self._put(_Put("server", server.address, job, _body(body)), until)
+            for place, child in enumerate(children):
+                above: dict[str, Any] = {"parent": {"address": server.address, "shards": 1}}
+                if not flat:
+                    above |= {"place": place, "server": server.address}
+                self._open_below(child, above, workers, shards, common, job, server.address, until)
             servers.append({"job": job, "key": key, "start": start, "shards": shards})
         return {"payload_bytes": self._payload_bytes, "servers": servers}
 
     def _open_below(
         self,
         node: deployment.Child,
-        parent: dict[str, Any],
+        above: dict[str, Any],
         workers: list[str],
         shards: dict[str, int],
         common: dict[str, Any],
@@ -267,19 +276,20 @@ class _Jobs:
     ) -> None:
         if isinstance(node, int):
             return
-        own = {"address": node.address, "shards": shards[node.address]}
+        own: dict[str, Any] = {"parent": {"address": node.address, "shards": shards[node.address]}}
+        flat = "place" not in above
+        shown = _bitmap if flat else _ranges
         children = [
-            {"address": workers[child], "shards": 1, "workers": _bitmap((child,))}
+            {"address": workers[child], "shards": 1, "workers": shown((child,))}
             if isinstance(child, int)
-            else {"address": child.address, "shards": shards[child.address], "workers": _bitmap(child.workers)}
+            else {"address": child.address, "shards": shards[child.address], "workers": shown(child.workers)}
             for child in node.children
         ]
-        body = _body({**common, "parent": parent, "children": children})
-        below = int(_bitmap(node.workers), 0)
-        put = _Put("aggregator", node.address, job, body, node.switch, server, below, shards[node.address])
-        self._put(put, until)
-        for child in node.children:
-            self._open_below(child, own, workers, shards, common, job, server, until)
+        body = _body({**common, **above, "children": children})
+        self._put(_Put("aggregator", node.address, job, body, node.switch, server, shards[node.address]), until)
+        for place, child in enumerate(node.children):
+            below = own if flat else {**own, "place": place, "server": server}
+            self._open_below(child, below, workers, shards, common, job, server, until)
 
     def _shards(self, role: str, address: str, until: float, *, beside_switch: bool) -> int:
         patience = min(until, time.monotonic() + _START_WITHIN_S)
@@ -376,14 +386,14 @@ class _Jobs:
 
     def _look_at_switch(self, put: _Put, passed: _Passed) -> None:
         """Open a job again at a switch that workers bypass: it may have lost the job. To ask the switch every time would cost a
-        process each; the server knows which workers bypass it."""
+        process each; the server knows whether it is bypassed."""
         until = time.monotonic() + _LOOK_WITHIN_S
         try:
             jobs = _request("GET", put.server, "/jobs", b"", self._secret, until)[1]["jobs"]
-            direct = next((int(job["direct"], 0) for job in jobs if job["job"] == put.job), 0)
+            bypassed: list[str] = next((job["bypassed"] for job in jobs if job["job"] == put.job), [])
         except (OSError, ValueError, KeyError):
             return
-        if not direct & put.workers:
+        if put.address not in bypassed:
             passed.pause_s, passed.until = _LOOK_EVERY_S, 0.0
             return
         if time.monotonic() < passed.until:
@@ -564,6 +574,18 @@ def _bitmap(workers: tuple[int, ...]) -> str:
     return hex(sum(1 << worker for worker in workers))
 
 
+def _ranges(workers: tuple[int, ...]) -> str:
+    """Workers as a daemon's reports show them, such as "0-3,7": the first ones, if the text would be too long."""
+    text = ""
+    for _, run in itertools.groupby(enumerate(sorted(workers)), lambda pair: pair[1] - pair[0]):
+        numbers = [worker for _, worker in run]
+        next_ = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+        if len(text) + 1 + len(next_) + 4 > _SHOWN_BYTES:
+            return text + ",..."
+        text = f"{text},{next_}" if text else next_
+    return text
+
+
 def _body(value: dict[str, Any]) -> bytes:
     return json.dumps(value, sort_keys=True).encode()
 
@@ -583,10 +605,12 @@ _HEADER_BYTES = 48
 _STEP_BYTES = 64
 _ETHERNET_MTU = 1500
 _SIOCGIFMTU = 0x8921  # linux/sockios.h
+# Of crates/penstock-node/src/admission.rs.
+_SHOWN_BYTES = 64
 # Two windows of the longest blocks, and the kernel's bookkeeping.
 _BUFFER_BYTES = 8 << 20
 _ANSWER_WITHIN_S = 10.0
-# More than all jobs of a server with 64 workers each.
+# More than 64 jobs of a server with 500 nodes each.
 _MOST_ANSWER_BYTES = 16 << 20
 _START_WITHIN_S = 5.0
 _RETRY_EVERY_S = 0.2

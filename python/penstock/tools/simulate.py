@@ -64,7 +64,11 @@ _on_workers = click.option(
 @click.option("--jobs", type=_count, help="Jobs that share the aggregators.")
 @_cluster
 @click.option("--workers", type=_count, help="Workers a job.")
-@click.option("--shape", type=_shape, help=_shape_help)
+@click.option(
+    "--shape",
+    type=click.Choice([*SHAPES, "rows"]),
+    help=_shape_help + " Or, for up to 4096 workers, racks of 32, with an aggregator above each 32 racks.",
+)
 @click.option("--shards", type=_count, help="Shards of each aggregator, a power of two.")
 @click.option("--blocks", type=_count, help="Blocks of a worker's tensors.")
 @click.option("--operation", type=_count, help="Blocks of an operation's tensor; 0: one operation has all.")
@@ -77,6 +81,15 @@ _on_workers = click.option(
 @click.option("--duplicate", type=float, help="Probability that a packet arrives twice.")
 @click.option("--rate", "rate_mbit", type=float, help="Mbit/s of a link, each way; 0: no limit.")
 @click.option("--queue", "queue_kib", type=_count, help="KiB that wait at a switch's port; 0: no limit.")
+@click.option(
+    "--fat", is_flag=True, help="Links between switches carry what all workers below send, and a server's that of 64."
+)
+@click.option(
+    "--switches/--no-switches",
+    default=True,
+    show_default=True,
+    help="Whether a third of the aggregators of integers can do what a switch can, and no more.",
+)
 @click.option("--delay", "delay_ms", type=float, help="Milliseconds on the way at least.")
 @click.option("--jitter", "jitter_ms", type=float, help="Milliseconds that may come on top.")
 @click.option(

@@ -37,6 +37,11 @@ pub struct Tenant {
     pub results: bool,
     /// The node that sums are sent to: another aggregator or the server.
     pub parent: Endpoint,
+    /// The job's server: it takes what goes up while the parent is bypassed, and speaks for a child that is bypassed. `None`: this
+    /// aggregator is bypassed together with either.
+    pub server: Option<Endpoint>,
+    /// The name of this node at its parent: one bit of a hop's bitmap; or, where bitmaps name workers, all workers below it.
+    pub name: u64,
     /// The nodes whose blocks are added, in the order of addition.
     pub children: Vec<Child>,
 }
@@ -46,7 +51,7 @@ pub struct Tenant {
 pub struct Child {
     /// The endpoint of the child.
     pub endpoint: Endpoint,
-    /// The worker, or all workers below the aggregator, as a bitmap.
+    /// The child's name: one bit of this hop's bitmap; or, where bitmaps name workers, all workers at or below the child.
     pub workers: u64,
 }
 

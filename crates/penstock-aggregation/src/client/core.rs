@@ -32,7 +32,7 @@ pub const PARENT: Endpoint = Endpoint(1);
 /// The parameters on which all ranks of a group agree.
 #[derive(Clone, Debug)]
 pub struct CoreConfig {
-    /// Ranks in the group, 2 to 64.
+    /// Ranks in the group, 2 to [`MAX_WORKERS`](crate::MAX_WORKERS).
     pub world: u32,
     /// The format in which blocks travel.
     pub wire: Wire,

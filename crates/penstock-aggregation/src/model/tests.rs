@@ -3,9 +3,12 @@ use super::*;
 /// With all rules, no interleaving breaks anything.
 #[test]
 fn every_interleaving() {
-    holds(scope(Story::Plain, 3, 1), 2_000_000);
-    holds(scope(Story::Epochs, 1, 1), 600_000);
-    holds(scope(Story::Cut, 2, 0), 80_000);
+    // Each least number is just below what was counted. Where bitmaps named workers at every hop, the same events gave 2,017,973, 648,591
+    // and 85,476 states: the server held a worker's own block beside sums that contain it, and every packet down had a bitmap of those
+    // who bypass an aggregator. Now a child counts once, and the paths have one number.
+    holds(scope(Story::Plain, 3, 1), 1_970_000);
+    holds(scope(Story::Epochs, 1, 1), 580_000);
+    holds(scope(Story::Cut, 2, 0), 71_000);
 }
 
 /// Nor do two faults together, of the kinds that leave few enough states.
@@ -18,13 +21,37 @@ fn two_faults() {
 #[test]
 fn two_faults_and_epochs() {
     holds(Scope { kinds: Kinds::Losses, ..scope(Story::Epochs, 1, 2) }, 400_000);
-    holds(one_slot(2), 400_000);
+    holds(one_slot(2), 360_000);
 }
 
 /// Nor one while a link is cut.
 #[test]
 fn a_fault_beside_a_cut() {
     holds(Scope { kinds: Kinds::Packets, ..scope(Story::Cut, 2, 1) }, 2_000_000);
+}
+
+/// Nor at depth 2, where the server stands in for an aggregator below one that lives, above one that lives, or for both.
+#[test]
+fn every_interleaving_of_a_row() {
+    let row = |story, blocks, faults, kinds| Scope { shape: Shape::Row, kinds, ..scope(story, blocks, faults) };
+    holds(row(Story::Plain, 3, 1, Kinds::Packets), 340_000);
+    holds(row(Story::Plain, 1, 2, Kinds::Packets), 64_000);
+    holds(row(Story::Cut, 2, 0, Kinds::All), 390_000);
+    holds(row(Story::CutAbove, 2, 0, Kinds::All), 330_000);
+    holds(row(Story::Dead, 2, 0, Kinds::All), 1_500_000);
+    holds(row(Story::AllDead, 1, 0, Kinds::All), 42_000);
+    holds(row(Story::Epochs, 1, 0, Kinds::All), 60_000);
+}
+
+/// Nor with a fault besides: a packet that is lost or doubled, or the other aggregator that restarts.
+#[test]
+fn a_fault_in_a_row() {
+    let row = |story| Scope { shape: Shape::Row, kinds: Kinds::Packets, ..scope(story, 1, 1) };
+    holds(row(Story::Cut), 810_000);
+    holds(row(Story::CutAbove), 400_000);
+    holds(row(Story::Dead), 240_000);
+    holds(row(Story::AllDead), 580_000);
+    holds(Scope { shape: Shape::Beside, kinds: Kinds::Packets, ..scope(Story::Cut, 2, 1) }, 860_000);
 }
 
 /// Nor three.
@@ -38,8 +65,11 @@ fn three_faults() {
 
 fn holds(scope: Scope, least: usize) {
     let explored = explore(scope);
-    let Scope { story, blocks, window, faults, kinds, .. } = scope;
-    println!("{story:?}, {blocks} blocks, window {window}, {faults} faults of {kinds:?}: {} states", explored.states);
+    let Scope { shape, story, blocks, window, faults, kinds, .. } = scope;
+    println!(
+        "{shape:?}, {story:?}, {blocks} blocks, window {window}, {faults} faults of {kinds:?}: {} states",
+        explored.states
+    );
     if let Some((what, steps)) = explored.broken {
         panic!("{what}\n{scope:?}\n{}", steps.join("\n"));
     }
@@ -59,7 +89,11 @@ fn every_rule_is_needed() {
     for rule in rules {
         let scopes: &[Scope] = match rule {
             Epoch => &[scope(Story::Epochs, 1, 0)],
-            Overlap | Whole | Bypass => &[scope(Story::Cut, 2, 0), scope(Story::Cut, 1, 1)],
+            Bypass => &[scope(Story::Cut, 2, 0), scope(Story::Cut, 1, 1)],
+            Overlap | Whole => &[
+                Scope { shape: Shape::Beside, ..scope(Story::Cut, 1, 0) },
+                Scope { shape: Shape::Beside, ..scope(Story::Cut, 2, 1) },
+            ],
             _ => &[scope(Story::Plain, 3, 0), scope(Story::Plain, 3, 1), scope(Story::Plain, 2, 2)],
         };
         let broken = scopes.iter().find_map(|scope| {

@@ -1,20 +1,11 @@
 //! What the server does about blocks and results that were lost.
 
-use super::{Recovery, Server, bits};
+use super::{ROOT, Recovery, Server, bits};
 use crate::estimate::{MAX_BACKOFF, MAX_DOUBTFUL, smoothed};
-use crate::{Endpoint, Node, Serial};
+use crate::{Endpoint, Serial};
 use penstock_types::{MILLISECOND, Time};
 
 impl Server {
-    /// Sends a result to a child again: once, however many workers request it before it has left.
-    pub(super) fn repeat(&mut self, seq: Serial, child: Endpoint) {
-        let index = self.index(seq);
-        if !self.slots[index].announce.contains(&child) {
-            self.slots[index].announce.push(child);
-        }
-        self.send(seq);
-    }
-
     /// Blocks that lie well before a committed one and are not here were lost: by as many SeqNums as QUIC waits (RFC 9002,
     /// section 6.1.1).
     pub(super) fn look_for_gaps(&mut self, now: Time, committed: Serial) {
@@ -30,24 +21,72 @@ impl Server {
         }
     }
 
-    /// Sends the names of the workers whose blocks are missing to the children above them.
+    /// Tells the nodes whose blocks are missing, or that can narrow down whose are.
     pub(super) fn name(&mut self, seq: Serial) {
-        let (missing, direct) = (self.missing(seq), self.direct());
-        for at in 0..self.config.tree.children.len() {
-            let node = &self.config.tree.children[at];
-            match node {
-                Node::Aggregator { endpoint, .. } if node.workers() & missing != 0 && node.workers() & direct == 0 => {
-                    self.tell(*endpoint, seq);
+        let missing = self.missing(seq);
+        for child in bits(missing) {
+            let kid = *self.hops.kid((ROOT, child));
+            if kid.hop.is_none_or(|hop| !self.is_bypassed(hop)) {
+                self.tell(kid.endpoint, seq);
+            }
+        }
+        for hop in 1..self.hops.list.len() {
+            let is_here = self.is_bypassed(hop) || self.table(hop).missing(seq) != self.hops.list[hop].all;
+            if !is_here || missing >> self.hops.top_of((hop, 0)) & 1 == 0 {
+                continue;
+            }
+            let lacking = self.table(hop).missing(seq);
+            if lacking == 0 {
+                self.rise_again(hop, seq);
+            }
+            for at in 0..self.hops.list[hop].kids.len() {
+                let kid = self.hops.list[hop].kids[at];
+                if kid.name & lacking != 0 && kid.hop.is_none_or(|hop| !self.is_bypassed(hop)) {
+                    self.tell(kid.endpoint, seq);
                 }
-                _ => bits(node.workers() & missing).for_each(|worker| self.tell(self.config.workers[worker], seq)),
             }
         }
     }
 
     /// Queues a message that names missing blocks. Nodes that ask faster than packets leave do not get every answer.
     pub(super) fn tell(&mut self, to: Endpoint, seq: Serial) {
-        if self.losses.names.len() < self.slots.len() * (self.config.workers.len() + 1) {
+        if self.losses.names.len() < self.slots.len() * (self.hops.places.len() + 1) {
             self.losses.names.push_back((to, seq));
+        }
+    }
+
+    /// Whether the block of a node is missing, or may be, as far as the server can see.
+    pub(super) fn lacks(&self, place: (usize, usize), seq: Serial) -> bool {
+        let missing = self.missing(seq);
+        match place {
+            (ROOT, child) => missing >> child & 1 == 1,
+            (hop, _) if self.is_bypassed(hop) => self.table(hop).missing(seq) & self.hops.kid(place).name != 0,
+            _ => missing >> self.hops.top_of(place) & 1 == 1,
+        }
+    }
+
+    /// The names in a message to a node: its own, if its block is missing; else those of the nodes beside it whose blocks are; or
+    /// else a name of none of them, if others' are missing.
+    pub(super) fn names_for(&self, to: Endpoint, seq: Serial) -> u64 {
+        let missing = self.missing(seq);
+        if missing == 0 {
+            return 0;
+        }
+        let place = self.hops.places[&to];
+        let hop = &self.hops.list[place.0];
+        let lacking = match place.0 {
+            ROOT => bits(missing).fold(0, |all, child| all | hop.kids[child].name),
+            below if self.is_bypassed(below) || self.table(below).missing(seq) != hop.all => {
+                self.table(below).missing(seq)
+            }
+            // The aggregator may know whose it is.
+            _ if missing >> self.hops.top_of(place) & 1 == 1 => hop.kids[place.1].name,
+            _ => 0,
+        };
+        match lacking & hop.kids[place.1].name {
+            0 if lacking == 0 => !hop.all,
+            0 => lacking,
+            own => own,
         }
     }
 
@@ -67,7 +106,7 @@ impl Server {
         self.losses.rename_at = None;
         for i in 0..self.config.window {
             let seq = self.ack.plus(i);
-            let recovery = self.losses.slots[self.index(seq)];
+            let recovery = &self.losses.slots[self.index(seq)];
             if recovery.seq != seq || recovery.tries == 0 || self.missing(seq) == 0 {
                 continue;
             }

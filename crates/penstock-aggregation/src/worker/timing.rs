@@ -134,6 +134,29 @@ impl Worker {
         }
     }
 
+    /// Decides whether the aggregator above can be trusted.
+    pub(super) fn judge_path(&mut self, now: Time) {
+        if self.config.parent == self.config.server {
+            return;
+        }
+        let Timing { path_dead_after, stall_after, .. } = self.config.timing;
+        // Two workers may each wait for a block of the other one, which an aggregator loses again and again.
+        let is_in_vain = std::mem::take(&mut self.clock.path.is_in_vain);
+        let stalled = is_in_vain || (self.next != self.received && now.since(self.clock.progress_at) > stall_after);
+        if stalled && !self.way.is_direct && now >= self.clock.path.distrust_until {
+            self.clock.path.distrust_until = now.plus((stall_after << self.clock.path.stalls).min(MAX_DISTRUST));
+            self.clock.path.stalls = (self.clock.path.stalls + 1).min(MAX_BACKOFF);
+        }
+        self.lost = now.since(self.clock.parent_heard) > path_dead_after || now < self.clock.path.distrust_until;
+    }
+
+    /// What goes up takes another way from now on. What did not move by the one before is no reason to blame this one.
+    pub(super) fn trust_anew(&mut self, now: Time) {
+        self.made_progress(now);
+        self.clock.path.is_in_vain = false;
+        self.entries.iter_mut().for_each(|entry| (entry.first_at, entry.repeats) = (now, 0));
+    }
+
     pub(super) fn made_progress(&mut self, now: Time) {
         self.clock.progress_at = now;
     }
@@ -174,3 +197,6 @@ impl Worker {
         self.clock.round_trip.map_or(self.config.timing.rto_min, |(mean, _)| mean)
     }
 }
+
+/// An aggregator that stalled is tried again after a minute at the latest.
+const MAX_DISTRUST: u64 = 60 * SECOND;

@@ -120,13 +120,14 @@ impl Driver {
             job: server.job,
             epoch: server.epoch,
             key: server.key.map(Key),
-            worker: spec.rank as u8,
+            name: server.name,
             window: server.window,
             start: Serial(server.start),
             parent: if server.parent.is_some() { PARENT } else { SERVER },
             server: SERVER,
-            // Packets of one length are for switches, which keep no results.
+            // Packets of one length are for switches, which keep no results and add no floats.
             ask_parent: spec.wire != Wire::Padded,
+            full_to_parent: server.parent.is_some() && spec.wire != Wire::Padded,
             timing: Timing::default(),
         };
         let config = CoreConfig { world: spec.world, wire: spec.wire, payload_bytes: spec.payload_bytes };

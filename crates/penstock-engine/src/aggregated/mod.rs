@@ -60,7 +60,7 @@ impl Sockets {
 pub struct ClientSpec {
     /// This process's rank in the group: the worker's number in every job.
     pub rank: u32,
-    /// Ranks in the group, 2 to 64.
+    /// Ranks in the group, 2 to 4096.
     pub world: u32,
     /// A name for logs and errors.
     pub name: String,
@@ -106,6 +106,8 @@ pub struct ServerSpec {
     pub weight: u32,
     /// The aggregator to which this rank pushes; `None`: the server itself.
     pub parent: Option<NodeSpec>,
+    /// This rank's name there: a bit for its place among the children; with [`Wire::Padded`] a bit for its rank.
+    pub name: u64,
     /// The job's number.
     pub job: u32,
     /// Counts the lives of the job.

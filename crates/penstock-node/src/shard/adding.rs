@@ -1,7 +1,7 @@
 //! An aggregator's shard.
 
 use super::{Door, Known, Loss, Machine, Refused, Settings, UNAUTHENTICATED, job_of};
-use crate::admission::Admitted;
+use crate::admission::{Admitted, RoleJob};
 use crate::report::{JobReport, Report, add, since};
 use penstock_aggregation::{Action, Admission, Aggregator, Child, Endpoint, JobCounters, Receipt, Shard, Tenant};
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
@@ -22,6 +22,10 @@ pub(super) struct Adding {
 struct Open {
     job: Admitted,
     nodes: Vec<Known>,
+    /// How many children it has here: the nodes after the parent.
+    children: usize,
+    /// The server, where it is no child's and no parent's number.
+    server: Option<Endpoint>,
     opened: Time,
     /// The child to which a receipt was sent last.
     asked: usize,
@@ -145,10 +149,10 @@ impl Machine for Adding {
                     let open = &self.jobs[&job];
                     for to in to {
                         let node = &open.nodes[to.0 as usize];
-                        let at = node.place.of(seq);
+                        let at = node.at(seq);
                         if node.receives {
                             outbox.queue(at, &header, payload);
-                        } else if *to == Endpoint(0) && is_asked.is_none() {
+                        } else if (*to == Endpoint(0) || Some(*to) == open.server) && is_asked.is_none() {
                             // One node of the tree has to begin.
                             if let Some(ask) = self.door.ask(&open.job.common, at) {
                                 outbox.queue(at, &ask, &[]);
@@ -185,7 +189,7 @@ impl Machine for Adding {
             // After a restart of this aggregator, children that bypass it wait for packets from it.
             if let Some(next) = Known::next_to_ask(&open.nodes, open.asked, |node| node != PARENT) {
                 open.asked = next;
-                let at = open.nodes[next].place.of(self.shard.index);
+                let at = open.nodes[next].at(self.shard.index);
                 if let Some(ask) = self.door.ask(&open.job.common, at) {
                     outbox.queue(at, &ask, &[]);
                 }
@@ -204,7 +208,8 @@ impl Machine for Adding {
     fn open(&mut self, now: Time, job: Admitted) -> Result<(), Refused> {
         self.settle(now);
         let common = &job.common;
-        let children = job.workers.iter().enumerate().skip(1);
+        let RoleJob::Aggregator { name, children, server } = &job.role else { panic!("an aggregator's job") };
+        let (children, server) = (children.clone(), *server);
         let tenant = Tenant {
             job: common.job,
             epoch: common.epoch,
@@ -214,7 +219,9 @@ impl Machine for Adding {
             floats: common.floats,
             results: true,
             parent: Endpoint(0),
-            children: children.map(|(i, workers)| Child { endpoint: Endpoint(i as u32), workers: *workers }).collect(),
+            server,
+            name: *name,
+            children: (1..).zip(&children).map(|(i, name)| Child { endpoint: Endpoint(i), workers: *name }).collect(),
         };
         self.aggregator.open(tenant).map_err(|reason| match reason {
             Admission::Window(_) | Admission::Block(_) | Admission::Children => Refused::Malformed(reason.to_string()),
@@ -227,7 +234,8 @@ impl Machine for Adding {
                 Refused::Conflict(format!("{reason}{of}"))
             }
         })?;
-        self.jobs.insert(common.job, Open { nodes: Known::all(&job, self.door.is_open()), opened: now, asked: 0, job });
+        let (nodes, children) = (Known::all(&job, self.door.is_open()), children.len());
+        self.jobs.insert(common.job, Open { nodes, children, server, opened: now, asked: 0, job });
         Ok(())
     }
 
@@ -241,7 +249,7 @@ impl Machine for Adding {
         let jobs = self.jobs.values().map(|open| {
             let common = &open.job.common;
             let slots = (common.window / self.shard.count).max(1) as usize;
-            let blocks = if common.floats { open.nodes.len() } else { 1 };
+            let blocks = if common.floats { open.children + 1 } else { 1 };
             JobReport {
                 job: common.job,
                 epoch: common.epoch,
@@ -269,14 +277,14 @@ impl Machine for Adding {
 impl Open {
     /// Sends datagrams from above to all children that are known to receive packets.
     fn relay(&self, shard: Shard, bytes: &[u8], stride: usize, outbox: &mut Outbox<'_>) {
-        for child in self.nodes[1..].iter().filter(|child| child.receives) {
-            if child.place.shards <= shard.count {
+        for child in self.nodes[1..=self.children].iter().filter(|child| child.receives) {
+            if child.listed.place.shards <= shard.count {
                 // A packet that comes here belongs to this shard, and hence to one shard of the child.
-                outbox.relay(child.place.of(shard.index), bytes, stride);
+                outbox.relay(child.at(shard.index), bytes, stride);
             } else {
                 for datagram in bytes.chunks(stride) {
                     let seq = u32::from_be_bytes(datagram[12..16].try_into().expect("it was read as a packet"));
-                    outbox.queue(child.place.of(seq), datagram, &[]);
+                    outbox.queue(child.at(seq), datagram, &[]);
                 }
             }
         }

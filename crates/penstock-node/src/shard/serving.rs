@@ -1,10 +1,11 @@
 //! A server's shard.
 
 use super::{Door, Known, Loss, Machine, Refused, Settings, UNAUTHENTICATED, job_of};
-use crate::admission::Admitted;
+use crate::admission::{Admitted, RoleJob};
 use crate::report::{JobReport, Report, ServerReport};
 use penstock_aggregation::{
-    Endpoint, HEADER_BYTES, Limits, Receipt, Refusal, Serial, Server, ServerConfig, Transmit, decode,
+    Endpoint, HEADER_BYTES, Limits, Naming, Node, Receipt, Refusal, Serial, Server, ServerConfig, Transmit, Tree,
+    decode,
 };
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
 use penstock_types::Time;
@@ -87,7 +88,7 @@ impl Serving {
                 (open.asked, open.nodes[next].is_owed) = (next, false);
             }
             open.owes = open.nodes.iter().any(|node| node.is_owed && !node.receives);
-            open.nodes[next?].place.of(0)
+            open.nodes[next?].at(0)
         };
         self.door.ask(&open.job.common, to).map(|ask| (to, ask))
     }
@@ -134,7 +135,7 @@ impl Machine for Serving {
                         let node = &mut open.nodes[to.0 as usize];
                         if node.receives {
                             let seq = u32::from_be_bytes(header[12..16].try_into().expect("4 bytes"));
-                            socket.queue(node.place.of(seq), &header, payload);
+                            socket.queue(node.at(seq), &header, payload);
                         } else {
                             (node.is_owed, open.owes) = (true, true);
                         }
@@ -147,10 +148,10 @@ impl Machine for Serving {
 
     fn open(&mut self, now: Time, job: Admitted) -> Result<(), Refused> {
         let common = &job.common;
-        let tree = job.tree.clone().expect("a server's job has a tree");
-        let workers = job.addressed;
+        let RoleJob::Server { tree, naming, workers } = &job.role else { panic!("a server's job") };
+        let (tree, naming, workers) = (tree.clone(), *naming, *workers);
         let slots = common.window as usize;
-        let memory_bytes = slots.saturating_mul(workers + 1).saturating_mul(common.block_bytes);
+        let memory_bytes = slots.saturating_mul(blocks_a_slot(&tree, naming)).saturating_mul(common.block_bytes);
         let others = || self.jobs.values().filter(|open| open.job.common.job != common.job);
         let conflict = |message: String| Err(Refused::Conflict(message));
         if others().count() >= self.limits.jobs {
@@ -163,7 +164,8 @@ impl Machine for Serving {
         let free = self.limits.memory_bytes.saturating_sub(others().map(|open| open.memory_bytes).sum());
         if memory_bytes > free {
             return conflict(format!(
-                "{memory_bytes} bytes are needed, {free} are free: use a smaller window or smaller blocks"
+                "{memory_bytes} bytes are needed, {free} are free: use a smaller window or smaller blocks, or give the server more \
+                 --memory"
             ));
         }
         let config = ServerConfig {
@@ -174,6 +176,8 @@ impl Machine for Serving {
             block_bytes: common.block_bytes,
             start: Serial(common.start),
             tree,
+            naming,
+            stand_ins: STAND_INS,
             workers: (0..workers as u32).map(Endpoint).collect(),
             heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
             idle_every: ServerConfig::IDLE_EVERY,
@@ -203,9 +207,8 @@ impl Machine for Serving {
         let jobs = self.jobs.values().map(|open| {
             let common = &open.job.common;
             let (ack, credit) = (open.server.ack(), open.server.credit());
-            let all = open.job.tree.as_ref().expect("a server's job has a tree").workers();
             let in_window = (0..common.window).map(|i| ack.plus(i)).take_while(|seq| !seq.is_newer_than(credit));
-            let waiting = in_window.filter(|seq| ![0, all].contains(&open.server.missing(*seq))).count();
+            let waiting = in_window.filter(|seq| open.server.is_waiting(*seq)).count();
             let mut counters = penstock_aggregation::JobCounters::default();
             counters.refused = *open.server.refused();
             counters.completed = open.committed;
@@ -225,7 +228,7 @@ impl Machine for Serving {
                     committed: open.committed,
                     ack: ack.0,
                     credit: credit.0,
-                    direct: open.server.direct(),
+                    bypassed: open.server.bypassed().map(|at| open.nodes[at.0 as usize].at(0)).collect(),
                 }),
                 nodes: open.nodes.iter().map(|node| node.report(now)).collect(),
                 age_ns: now.since(open.opened),
@@ -239,3 +242,29 @@ impl Machine for Serving {
         }
     }
 }
+
+/// Blocks for which a server has memory in each slot: those of its children and their sum, and likewise for every aggregator for which
+/// it may have to stand in.
+fn blocks_a_slot(tree: &Tree, naming: Naming) -> usize {
+    fn walk(children: &[Node], tables: &mut Vec<usize>) {
+        for node in children {
+            if let Node::Aggregator { children, .. } = node {
+                tables.push(children.len() + 1);
+                walk(children, tables);
+            }
+        }
+    }
+    let mut tables = Vec::new();
+    walk(&tree.children, &mut tables);
+    tables.sort_unstable_by(|a, b| b.cmp(a));
+    let most = match naming {
+        // None of them adds floats for the server: there is a place for each.
+        Naming::Workers => tables.len(),
+        Naming::Children => STAND_INS,
+    };
+    tree.children.len() + 1 + tables.iter().take(most).sum::<usize>()
+}
+
+/// For how many dead aggregators a server stands in at a time. With racks of 32, the default window and the longest blocks, eight take
+/// 600 MB.
+const STAND_INS: usize = 8;

@@ -95,6 +95,10 @@ pub(crate) struct Job {
     pub(crate) offloads: bool,
     /// Workers never take a slow aggregator for dead: where a test says what goes through it, on a loaded machine too.
     pub(crate) patient: bool,
+    /// Bitmaps name workers, as for a switch, and not the children of a hop.
+    pub(crate) names_workers: bool,
+    /// Every seventh block is not finite, and travels as floats ([`Route::Full`]).
+    pub(crate) infinite: bool,
     pub(crate) tree: Vec<Branch>,
 }
 
@@ -114,14 +118,25 @@ impl Job {
             start: 0u32.wrapping_sub(100),
             offloads: true,
             patient: true,
+            names_workers: false,
+            infinite: false,
             tree: vec![Branch::Rack(0, (0..workers).map(Branch::Worker).collect())],
         }
+    }
+
+    fn is_full(&self, block: u32) -> bool {
+        self.infinite && block % 7 == 3
+    }
+
+    /// The format of a block.
+    fn format_of(&self, block: u32) -> Format {
+        if self.is_full(block) { Format::F32 } else { self.format }
     }
 
     /// The block of a worker, the last ones shorter. Values that show where a wrong byte came from, and for whose sum the order
     /// matters.
     fn block(&self, worker: usize, block: u32) -> Vec<u8> {
-        let width = self.format.element_bytes();
+        let width = self.format_of(block).element_bytes();
         let length = if block % 7 == 6 { self.block_bytes / 2 / width * width } else { self.block_bytes };
         let mut state = (u64::from(self.number) << 40) ^ ((worker as u64) << 32) ^ u64::from(block);
         let mut next = || {
@@ -131,7 +146,9 @@ impl Job {
         let mut bytes = Vec::new();
         while bytes.len() < length {
             let draw = next();
-            match self.format {
+            match self.format_of(block) {
+                // Infinities of one sign: what a NaN's bits are is the processor's affair.
+                Format::F32 if self.is_full(block) && draw % 64 == 0 => bytes.extend(f32::INFINITY.to_be_bytes()),
                 Format::F32 => {
                     let value = (draw as i32 as f32) * [1e-3, 1.0, 1e6][(draw % 3) as usize];
                     bytes.extend(value.to_be_bytes());
@@ -153,21 +170,21 @@ impl Job {
             Branch::Worker(worker) => self.block(*worker, block),
             Branch::Rack(_, below) => self.sum(below, block),
         });
-        parts.reduce(|sum, part| self.add(&sum, &part)).expect("a child")
+        parts.reduce(|sum, part| self.add(self.format_of(block), &sum, &part)).expect("a child")
     }
 
-    fn add(&self, a: &[u8], b: &[u8]) -> Vec<u8> {
-        let width = self.format.element_bytes();
+    fn add(&self, format: Format, a: &[u8], b: &[u8]) -> Vec<u8> {
+        let width = format.element_bytes();
         let both = a.chunks(width).zip(b.chunks(width));
         let add = |(a, b): (&[u8], &[u8])| -> Vec<u8> {
-            match self.format {
+            match format {
                 Format::F32 => {
                     let value = |bytes: &[u8]| f32::from_be_bytes(bytes.try_into().unwrap());
                     (value(a) + value(b)).to_be_bytes().into()
                 }
                 Format::I16 | Format::Exponents => {
                     let value = |bytes: &[u8]| i16::from_be_bytes(bytes.try_into().unwrap());
-                    let max = self.format == Format::Exponents;
+                    let max = format == Format::Exponents;
                     let (a, b) = (value(a), value(b));
                     if max { a.max(b) } else { a.wrapping_add(b) }.to_be_bytes().into()
                 }
@@ -184,7 +201,7 @@ impl Job {
         let key = self.key.map(|Key(bytes)| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>());
         json!({
             "epoch": self.epoch, "key": key, "window": self.window, "block_bytes": self.block_bytes,
-            "floats": self.format.is_float(), "start": self.start,
+            "floats": self.format.is_float() || !self.names_workers, "start": self.start,
         })
     }
 }
@@ -225,6 +242,9 @@ impl Cluster {
         let mut body = job.common();
         body["tree"] = job.tree.iter().map(|branch| self.tree(branch)).collect();
         body["workers"] = json!(workers);
+        if !job.names_workers {
+            body["names"] = json!("children");
+        }
         let (status, reply) = put(self.server_at(), job.number, &body);
         assert_eq!(status, 201, "{reply}");
         for number in 0..self.places.len() {
@@ -252,15 +272,20 @@ impl Cluster {
 
     /// What an aggregator is told; None where it has no part in the job.
     pub(crate) fn aggregator_body(&self, job: &Job, number: usize) -> Option<Value> {
-        fn find(branches: &[Branch], number: usize, above: Option<usize>) -> Option<(Option<usize>, &[Branch])> {
-            branches.iter().find_map(|branch| match branch {
+        type Found<'a> = (Option<usize>, usize, &'a [Branch]);
+        fn find(branches: &[Branch], number: usize, above: Option<usize>) -> Option<Found<'_>> {
+            branches.iter().enumerate().find_map(|(place, branch)| match branch {
                 Branch::Worker(_) => None,
-                Branch::Rack(one, below) if *one == number => Some((above, &below[..])),
+                Branch::Rack(one, below) if *one == number => Some((above, place, &below[..])),
                 Branch::Rack(one, below) => find(below, number, Some(*one)),
             })
         }
-        let (above, below) = find(&job.tree, number, None)?;
+        let (above, place, below) = find(&job.tree, number, None)?;
         let mut body = job.common();
+        if !job.names_workers {
+            body["place"] = json!(place);
+            body["server"] = json!(self.server_at().to_string());
+        }
         body["parent"] = match above {
             Some(above) => self.place(above),
             None => json!({ "address": self.server_at().to_string(), "shards": 1 }),
@@ -272,7 +297,12 @@ impl Cluster {
                 }
                 Branch::Rack(number, _) => self.place(*number),
             };
-            child["workers"] = json!(format!("{:#x}", bitmap(branch)));
+            child["workers"] = if job.names_workers {
+                json!(format!("{:#x}", workers_of(branch).iter().fold(0u64, |all, worker| all | 1 << worker)))
+            } else {
+                let text = workers_of(branch).iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+                json!(text[..text.len().min(64)])
+            };
             child
         };
         body["children"] = below.iter().map(child).collect();
@@ -303,15 +333,15 @@ impl Cluster {
     pub(crate) fn run_at(&mut self, server: SocketAddr, job: &Job, mut at: impl FnMut(&mut Cluster, u32)) {
         let origin = Instant::now();
         let now = || Time(origin.elapsed().as_nanos() as u64);
-        fn above(branches: &[Branch], worker: usize, parent: Option<usize>) -> Option<Option<usize>> {
-            branches.iter().find_map(|branch| match branch {
-                Branch::Worker(one) => (*one == worker).then_some(parent),
+        fn above(branches: &[Branch], worker: usize, parent: Option<usize>) -> Option<(Option<usize>, usize)> {
+            branches.iter().enumerate().find_map(|(place, branch)| match branch {
+                Branch::Worker(one) => (*one == worker).then_some((parent, place)),
                 Branch::Rack(number, below) => above(below, worker, Some(*number)),
             })
         }
         // A worker's number for the server is 0, for the aggregator above it 1.
-        let parents: Vec<Option<usize>> =
-            (0..job.workers).map(|worker| above(&job.tree, worker, None).expect("every worker has a place")).collect();
+        let (parents, places): (Vec<Option<usize>>, Vec<usize>) =
+            (0..job.workers).map(|worker| above(&job.tree, worker, None).expect("every worker has a place")).unzip();
         let timing = Timing::default();
         let mut workers: Vec<Worker> = (0..job.workers)
             .map(|worker| {
@@ -319,12 +349,13 @@ impl Cluster {
                     job: job.number,
                     epoch: job.epoch,
                     key: job.key,
-                    worker: worker as u8,
+                    name: 1 << if job.names_workers { worker } else { places[worker] },
                     window: job.window,
                     start: Serial(job.start),
                     parent: Endpoint(u32::from(parents[worker].is_some())),
                     server: Endpoint(0),
                     ask_parent: true,
+                    full_to_parent: !job.names_workers && parents[worker].is_some(),
                     timing: if job.patient {
                         Timing {
                             path_dead_after: 100 * SECOND,
@@ -371,7 +402,11 @@ impl Cluster {
                             worker.handle_packet(now(), endpoint, datagram)
                         {
                             let block = seq.ahead_of(Serial(job.start)) as u32;
-                            assert_eq!((format, exponent), (job.format, -7), "block {block} of worker {number}");
+                            assert_eq!(
+                                (format, exponent),
+                                (job.format_of(block), -7),
+                                "block {block} of worker {number}"
+                            );
                             assert_eq!(payload, expected[block as usize], "block {block} of worker {number}");
                             assert!(
                                 !std::mem::replace(&mut got[number][block as usize], true),
@@ -384,7 +419,8 @@ impl Cluster {
                 for (to, answer) in answers {
                     socket.queue(to, &answer, &[]);
                 }
-                while posted[number] < job.blocks && worker.post(Route::Tree).is_some() {
+                let route = |block| if job.is_full(block) { Route::Full } else { Route::Tree };
+                while posted[number] < job.blocks && worker.post(route(posted[number])).is_some() {
                     posted[number] += 1;
                 }
                 if worker.poll_timeout() <= now() {
@@ -392,7 +428,8 @@ impl Cluster {
                 }
                 while let Some(Outbound { to, header }) = worker.poll_transmit(now()) {
                     let (format, exponent, block) = if header.kind == Kind::Push {
-                        (job.format, -7, &blocks[number][header.seq.ahead_of(Serial(job.start)) as usize][..])
+                        let block = header.seq.ahead_of(Serial(job.start)) as u32;
+                        (job.format_of(block), -7, &blocks[number][block as usize][..])
                     } else {
                         (Format::None, 0, &[][..])
                     };
@@ -421,10 +458,10 @@ impl Cluster {
     }
 }
 
-fn bitmap(branch: &Branch) -> u64 {
+fn workers_of(branch: &Branch) -> Vec<usize> {
     match branch {
-        Branch::Worker(worker) => 1 << worker,
-        Branch::Rack(_, below) => below.iter().map(bitmap).sum(),
+        Branch::Worker(worker) => vec![*worker],
+        Branch::Rack(_, below) => below.iter().flat_map(workers_of).collect(),
     }
 }
 

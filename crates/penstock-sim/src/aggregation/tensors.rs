@@ -76,7 +76,7 @@ impl Scenario {
     /// order.
     pub(super) fn expected_without_server(&self, job: usize, epoch: &Epoch, block: u32) -> Vec<f32> {
         let blocks = self.contributions(job, epoch, block);
-        let workers = Tree { children: workers_of(&epoch.tree).map(|worker| Node::Worker(worker as u8)).collect() };
+        let workers = Tree { children: workers_of(&epoch.tree).map(|worker| Node::Worker(worker as u16)).collect() };
         sum_of_floats(&blocks, &workers)
     }
 
@@ -90,8 +90,9 @@ impl Scenario {
 
 /// The workers of a tree, in the order of their numbers.
 fn workers_of(tree: &Tree) -> impl Iterator<Item = usize> + use<> {
-    let workers = tree.workers();
-    (0..64).filter(move |worker| workers >> worker & 1 == 1)
+    let mut workers = tree.workers();
+    workers.sort_unstable();
+    workers.into_iter().map(usize::from)
 }
 
 /// Integers of 32 bits under the least exponent that has room for all workers' elements. In f64 the product of a count and a
@@ -105,7 +106,7 @@ fn sum_of_integers(blocks: &[Vec<f32>], tree: &Tree) -> Vec<f32> {
     let exponent = (-148..128).find(|exponent| 2f64.powi(*exponent) > largest).unwrap_or(128);
     let worst = |bits: i32| (1i64 << bits) - if bits < 24 { 0 } else { 1 << (bits - 24) };
     let fits = |bits: &i32| worst(*bits) * blocks.len() as i64 <= i64::from(i32::MAX);
-    let unit = 2f64.powi(exponent - (0..=31).rev().find(fits).expect("64 workers have 25 bits"));
+    let unit = 2f64.powi(exponent - (0..=31).rev().find(fits).expect("4096 workers have 18 bits"));
     (0..blocks[0].len())
         .map(|i| {
             let counts = blocks.iter().map(|block| (f64::from(block[i]) / unit).round_ties_even() as i64);

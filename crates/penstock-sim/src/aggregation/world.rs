@@ -3,7 +3,7 @@
 mod fallen;
 mod ranks;
 
-use super::cluster::Epoch;
+use super::cluster::{Cluster, Epoch};
 use super::{Fault, LIMIT, Outcome, SOCKET_BUFFER, Scenario, TRACE_LINES};
 use crate::agenda::Agenda;
 use crate::network::{Event, FlowId, LinkId, Loss, Network, NodeId, Queue, Topology};
@@ -11,7 +11,7 @@ use crate::random::Random;
 use penstock_aggregation::{Action, Aggregator, Endpoint, FLAG_FULL, Server, Transmit, decode};
 use penstock_types::{MILLISECOND, SECOND, Time};
 use ranks::Rank;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 /// An aggregator's machines, and its state outside of them.
 struct AggregatorNode {
@@ -28,6 +28,8 @@ struct ServerNode {
     machine: Option<Server>,
     /// The epoch that it has open, or would have.
     epoch: u16,
+    /// When it has committed last.
+    committed: Time,
 }
 
 /// What happens at a time of its own. Packets are the network's affair.
@@ -55,7 +57,7 @@ struct Datagram {
 }
 
 pub(super) struct World<'a> {
-    scenario: &'a Scenario,
+    pub(super) scenario: Cluster<'a>,
     random: Random,
     pub(super) now: Time,
     network: Network<Datagram>,
@@ -70,8 +72,8 @@ pub(super) struct World<'a> {
     pub(super) ranks: Vec<Vec<Option<Rank>>>,
     /// What a server returns, by job, epoch and block.
     expected: HashMap<(usize, u16, u32), Vec<f32>>,
-    /// By job: workers that live and do not have everything, a bit for each.
-    unfinished: Vec<u64>,
+    /// By job: workers that live and do not have everything.
+    unfinished: Vec<HashSet<usize>>,
     /// By node: when it is woken, if it is to be.
     wakes: Vec<Option<Time>>,
     faults: VecDeque<(u64, Fault)>,
@@ -82,18 +84,19 @@ pub(super) struct World<'a> {
 
 impl<'a> World<'a> {
     pub(super) fn new(scenario: &'a Scenario) -> World<'a> {
+        let scenario = Cluster::new(scenario);
         let mut random = Random::new(scenario.seed);
-        let all = u64::MAX >> (64 - scenario.workers);
-        let epochs: Vec<Vec<Epoch>> = (0..scenario.jobs).map(|_| vec![scenario.epoch(0, all, &mut random)]).collect();
+        let all = || vec![true; scenario.workers];
+        let epochs: Vec<Vec<Epoch>> = (0..scenario.jobs).map(|_| vec![scenario.epoch(0, all(), &mut random)]).collect();
         let topology = scenario.topology();
-        let nodes = scenario.aggregators() + scenario.jobs * (scenario.workers + 1);
+        let nodes = scenario.aggregators + scenario.jobs * (scenario.workers + 1);
         let sockets = sockets(&topology, nodes);
         let mut network = Network::new(topology, random.word());
         network.report_losses(scenario.trace);
         let mut faults = scenario.faults.clone();
         faults.sort_by_key(|(at, _)| *at);
         let mut world = World {
-            aggregators: (0..scenario.aggregators())
+            aggregators: (0..scenario.aggregators)
                 .map(|_| AggregatorNode {
                     shards: scenario.aggregator(),
                     down_until: Time(0),
@@ -101,11 +104,15 @@ impl<'a> World<'a> {
                 })
                 .collect(),
             servers: (0..scenario.jobs)
-                .map(|job| ServerNode { machine: Some(scenario.server(Time(0), job, &epochs[job][0])), epoch: 0 })
+                .map(|job| ServerNode {
+                    machine: Some(scenario.server(Time(0), job, &epochs[job][0])),
+                    epoch: 0,
+                    committed: Time(0),
+                })
                 .collect(),
             ranks: (0..scenario.jobs).map(|_| (0..scenario.workers).map(|_| None).collect()).collect(),
             expected: HashMap::new(),
-            unfinished: vec![0; scenario.jobs],
+            unfinished: vec![HashSet::new(); scenario.jobs],
             epochs,
             scenario,
             random,
@@ -119,7 +126,7 @@ impl<'a> World<'a> {
             trace: VecDeque::new(),
         };
         for job in 0..scenario.jobs {
-            (0..scenario.aggregators()).for_each(|aggregator| world.open_aggregator(aggregator, job));
+            (0..scenario.aggregators).for_each(|aggregator| world.open_aggregator(aggregator, job));
             (0..scenario.workers).for_each(|worker| world.open_rank(job, worker));
         }
         world
@@ -132,13 +139,16 @@ impl<'a> World<'a> {
                 self.drain_rank(job, worker)?;
             }
         }
-        while self.unfinished.iter().any(|workers| *workers != 0) {
+        while self.unfinished.iter().any(|workers| !workers.is_empty()) {
             let Some(at) = self.timers.next_at().into_iter().chain(self.network.poll_timeout()).min() else {
                 return Err("nothing is left to happen".into());
             };
-            if at > Time(LIMIT) {
-                let results = self.outcome.results;
-                return Err(format!("stuck: {results} results after {} s of virtual time", LIMIT / SECOND));
+            let moved = self.servers.iter().map(|server| server.committed).max().expect("a job has a server");
+            if at > moved.plus(LIMIT) {
+                let (results, moved, limit) = (self.outcome.results, moved.0 / SECOND, LIMIT / SECOND);
+                return Err(format!(
+                    "stuck: {results} results, and no server has committed for {limit} s after {moved} s"
+                ));
             }
             self.now = at;
             self.network.handle_timeout(at);
@@ -256,7 +266,9 @@ impl<'a> World<'a> {
             }
             Some((job, None)) => {
                 if let Some(server) = &mut self.servers[job].machine {
-                    let _ = server.handle_packet(self.now, from, &bytes);
+                    if let Ok(Some(_)) = server.handle_packet(self.now, from, &bytes) {
+                        self.servers[job].committed = self.now;
+                    }
                     self.drain_server(job);
                 }
             }
@@ -277,7 +289,7 @@ impl<'a> World<'a> {
                 self.take_down(aggregator, Time(u64::MAX));
             }
             Fault::Cut { job, worker } => {
-                if let Some(above) = self.scenario.parent(job, worker, self.epochs[job].last().expect("one at least")) {
+                if let (Some(above), _) = self.epochs[job].last().expect("one at least").places[worker] {
                     let worker = self.scenario.worker_endpoint(job, worker);
                     for (from, to) in [(worker, above), (above, worker)] {
                         let flow = self.flow(from, to);
@@ -287,9 +299,10 @@ impl<'a> World<'a> {
             }
             Fault::Kill { job, worker } => {
                 let before = self.epochs[job].last().expect("one at least");
-                let alive = before.alive & !(1 << worker);
+                let mut alive = before.alive.clone();
+                let was_alive = std::mem::replace(&mut alive[worker], false);
                 let has_ended = self.ranks[job].iter().all(Option::is_none);
-                if alive == 0 || alive == before.alive || has_ended {
+                if !was_alive || !alive.contains(&true) || has_ended {
                     return Ok(());
                 }
                 let next = self.scenario.epoch(before.number + 1, alive, &mut self.random);

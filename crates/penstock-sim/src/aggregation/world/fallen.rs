@@ -17,7 +17,7 @@ impl World<'_> {
         self.note(|| format!("the server of job {job} is lost"));
         let (workers, mut ranks): (Vec<usize>, Vec<Rank>) =
             (0..self.scenario.workers).filter_map(|worker| Some((worker, self.ranks[job][worker].take()?))).unzip();
-        self.unfinished[job] = 0;
+        self.unfinished[job].clear();
         let points: Vec<(u64, u64)> = ranks.iter().map(|rank| rank.core.fallback_point()).collect();
         let first = points.iter().map(|(first, _)| *first).min().expect("one worker lives") as u32;
         let given = points.iter().map(|(_, given)| *given).min().expect("one worker lives") as u32;

@@ -31,14 +31,14 @@ impl World<'_> {
         let epoch = self.epochs[job].last().expect("one at least");
         let begins = self.now.plus(self.random.below(3) * self.random.below(2 * penstock_types::MILLISECOND));
         let config = CoreConfig {
-            world: epoch.alive.count_ones(),
+            world: epoch.alive.iter().filter(|alive| **alive).count() as u32,
             wire: if self.scenario.floats { Wire::Float } else { Wire::Int32 },
             payload_bytes: self.scenario.payload_bytes,
         };
         self.ranks[job][worker] = Some(Rank {
             core: Core::new(self.now, config, vec![self.scenario.worker(job, worker, epoch)]),
             epoch: epoch.number,
-            parent: self.scenario.parent(job, worker, epoch),
+            parent: epoch.places[worker].0,
             begins,
             ended: 0,
             tensors: VecDeque::new(),
@@ -92,6 +92,7 @@ impl World<'_> {
         let mut ended = Vec::new();
         while let Some(operation) = rank.core.poll_done() {
             rank.ended += 1;
+            rank.begins = self.now.plus(self.scenario.pause);
             ended.push((operation as u32, rank.tensors.pop_front().expect("operations end in order")));
         }
         let submitted = |rank: &Rank| rank.ended + rank.tensors.len() as u32;
@@ -126,7 +127,8 @@ impl World<'_> {
             self.send(to, node, bytes);
         }
         if let Some(rank) = &self.ranks[job][worker] {
-            self.wake(node, rank.core.poll_timeout());
+            let at = rank.core.poll_timeout();
+            self.wake(node, if rank.begins > self.now { at.min(rank.begins) } else { at });
         }
         self.judge(job, worker);
         Ok(())
@@ -146,8 +148,11 @@ impl World<'_> {
         let is_unfinished = self.ranks[job][worker]
             .as_ref()
             .is_some_and(|rank| rank.epoch != newest.number || rank.ended < self.scenario.operations());
-        let others = self.unfinished[job] & !(1 << worker);
-        self.unfinished[job] = others | u64::from(is_unfinished) << worker;
+        if is_unfinished {
+            self.unfinished[job].insert(worker);
+        } else {
+            self.unfinished[job].remove(&worker);
+        }
     }
 
     /// Compares an operation's result, bit by bit.

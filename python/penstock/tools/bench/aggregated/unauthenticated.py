@@ -17,6 +17,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from penstock import _core
 from penstock.cluster.deployment import MOST_BLOCK_BYTES as PAYLOAD_BYTES
 
 
@@ -65,7 +66,18 @@ def _refused(address: str, number: int) -> int | None:
 
 def _push(job: int, epoch: int, seq: int) -> bytes:
     """The header of a push of int32 elements for worker 0, as docs/reference/packets.md draws it, with digest and MAC 0."""
-    fields = ((0x5041, 2), (2, 1), (1, 1), (job, 4), (epoch, 2), (1, 1), (0, 1), (seq & 0xFFFF_FFFF, 4), (0, 4), (0, 4))
+    fields = (
+        (0x5041, 2),
+        (_core.AGGREGATION_VERSION, 1),
+        (1, 1),
+        (job, 4),
+        (epoch, 2),
+        (1, 1),
+        (0, 1),
+        (seq & 0xFFFF_FFFF, 4),
+        (0, 4),
+        (0, 4),
+    )
     return b"".join(
         value.to_bytes(size, "big") for value, size in (*fields, (0, 2), (PAYLOAD_BYTES, 2), (0, 4), (1, 8), (0, 8))
     )
