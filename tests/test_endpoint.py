@@ -8,8 +8,6 @@ import pathlib
 import random
 import re
 import signal
-import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import cuts
 import forked
 import penstock
 import ranks
@@ -647,37 +646,16 @@ def _cut(seed: int) -> None:
         return
     chance = random.Random(seed)
     with endpoint.connect("cut") as client:
-        cuts = 0
+        cut = 0
         for number in range(count):
             data = np.concatenate([np.array([number], np.uint8), _pattern(number, size - 1)])
             push, pull = client.push("data", data), client.pull("w")
             if chance.random() < 0.7:
-                cuts += _cut_a_connection(chance)
+                cut += cuts.cut_a_connection(chance)
             push.wait()
             assert np.array_equal(pull.wait(), _pattern(99, size))
-        assert cuts > 5, cuts
+        assert cut > 5, cut
         client.push("bye", None).wait()
-
-
-def _cut_a_connection(chance: random.Random) -> int:
-    """Shut down one of this process's TCP connections that the engine has made. Returns how many were found."""
-    store_port, found = int(os.environ["MASTER_PORT"]), []
-    for handle in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(handle).st_mode):
-                continue
-            end = socket.socket(fileno=os.dup(handle))
-            ports = {end.getpeername()[1], end.getsockname()[1]} if end.family == socket.AF_INET else {store_port}
-            if store_port in ports:
-                end.close()
-            else:
-                found.append(end)
-    if found:
-        with contextlib.suppress(OSError):
-            chance.choice(found).shutdown(socket.SHUT_RDWR)
-    for end in found:
-        end.close()
-    return min(len(found), 1)
 
 
 def test_a_forked_child_has_no_endpoint() -> None:

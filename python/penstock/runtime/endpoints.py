@@ -284,7 +284,8 @@ class Server:
 class Client:
     """A connection to a server; `penstock.endpoint.connect` makes it. A context manager that closes it. Any thread may use it.
 
-    Calls return a `Work` at once. They take the priority of the block of `penstock.priority` that the thread is in. One call
+    Calls return a `Work` at once. They take the priority of the block of `penstock.priority` that the thread is in, whose value
+    changes it: for a call that waits at the client its place there, for others what has not left. One call
     fails if the server does not serve it, if it is too large, if its handler raises or if it takes too long. If the server dies,
     all calls fail with `penstock.errors.PeerLost`, and a new connection is needed. A connection that breaks and comes back is no
     failure: what was under way is resumed.
@@ -387,6 +388,7 @@ class Client:
             *address, kept_into = _span(into, f"the place for the reply of {what}", is_written=True)
             place, kept = (address[0], address[1]), (kept, kept_into)
         block = urgency.current()
+        number = urgency.USUAL if block is None else block.number
         work = self._core.ask(
             kind,
             name,
@@ -394,10 +396,12 @@ class Client:
             length=length,
             into=place,
             room=most,
-            priority=urgency.engine_priority(urgency.USUAL if block is None else block.number),
+            priority=urgency.engine_priority(number),
             timeout_s=self._timeout_s if timeout_s is None else timeout_s,
             keep=kept,
         )
+        if block is not None:
+            block.add(self._core, work.without_reply(), number)
         return Work(self, work, what, into, is_push=kind == "push")
 
     def _meet(self, keys: Keys, timeout_s: float) -> tuple[str, dict[str, Any]]:
