@@ -151,6 +151,79 @@ def _urgent() -> None:
         client.push("bye", None).wait()
 
 
+def test_a_call_that_waits_gets_another_priority() -> None:
+    """Of calls that wait at a client, one that becomes urgent goes first, and one that becomes less urgent last."""
+    ranks.run(_changes, count=2)
+
+
+def _changes() -> None:
+    store = _store()
+    if os.environ["RANK"] == "0":
+        order, begun, may_go, waits = list[int](), threading.Event(), threading.Event(), Waits(1)
+
+        def take(call: endpoint.Incoming) -> None:
+            begun.set()
+            assert may_go.wait(60)
+            order.append(int(call.data[0]))
+
+        pushes = {"data": take, "bye": waits.bye}
+        requests = {"order": lambda call: bytes(order)}
+        with endpoint.serve("changes", pushes=pushes, requests=requests, limits=endpoint.Limits(calls=1)):
+            assert begun.wait(60)
+            store.set("begun", "")
+            store.wait(["changed"])
+            may_go.set()
+            waits.wait()
+        return
+    with endpoint.connect("changes") as client:
+        works = [client.push("data", bytes([0]))]
+        store.wait(["begun"])
+        blocks = []
+        for number in range(1, 6):
+            with penstock.priority(100) as block:
+                works.append(client.push("data", bytes([number])))
+            blocks.append(block)
+        blocks[3].change(0)
+        blocks[0].change(255)
+        store.set("changed", "")
+        for work in works:
+            work.wait()
+        blocks[0].change(3)
+        assert list(client.request("order").wait()) == [0, 4, 2, 3, 5, 1]
+        client.push("bye", None).wait()
+
+
+def test_many_clients_come_and_go() -> None:
+    """A server that has met hundreds of processes holds no more than one that has met a hundred."""
+    held = ranks.run(_come_and_go, count=5, timeout_s=120)[0]
+    assert 4 <= held < 140, held
+
+
+def _come_and_go() -> int:
+    rank, each = int(os.environ["RANK"]), 80
+    if rank == 0:
+        from penstock.runtime import process
+
+        seen, waits = set[int](), Waits(4)
+
+        def hello(call: endpoint.Incoming) -> bytes:
+            seen.add(call.client)
+            return call.data.tobytes()
+
+        with endpoint.serve("popular", requests={"hello": hello}, pushes={"bye": waits.bye}) as server:
+            waits.wait()
+            _until(lambda: server.stats()["clients"] == 0)
+            assert len(seen) == 4 * each
+            return len(process.engine().core.stats()["peers"])
+    for number in range(each):
+        # Each is another process to the server: the engine ends with the client, and the next one has another key.
+        with endpoint.connect("popular") as client:
+            assert bytes(client.request("hello", f"{rank} {number}".encode()).wait()) == f"{rank} {number}".encode()
+            if number == each - 1:
+                client.push("bye", None).wait()
+    return 0
+
+
 def test_the_example(root: pathlib.Path) -> None:
     """docs/guide/endpoints.md: four ranks change and read the cache that a fifth serves."""
     command = [

@@ -218,7 +218,7 @@ class _Server:
         if self._after == 0:
             self._fateful.set()
         clients = range(fate == "client dies", len(self._program["clients"]))
-        store.wait([f"ended {client}" for client in clients], _PATIENCE)
+        store.wait([*(f"ended {client}" for client in clients), "connected 0"], _PATIENCE)
         if meets:
             # Clients may have ended before as many calls were seen.
             if fate == "server dies":
@@ -299,6 +299,7 @@ class _Client:
         fate, (after, later_s) = self._program["fate"], self._program["when"]
         dies = fate == "client dies" and self._number == 0
         self._client = self._connect()
+        self._store.set(f"connected {self._number}", "")
         for index in range(len(self._program["clients"][self._number])):
             if dies and index == after:
                 threading.Timer(later_s, _die).start()

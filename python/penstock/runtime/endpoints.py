@@ -1,4 +1,5 @@
-"""Servers, and clients that ask them for something at any time. They meet through a store, as ranks do.
+"""Servers, and clients that ask them for something at any time. They meet through a store, as ranks do, or at an address
+(`penstock.runtime.door`).
 
 A server writes into the store how to reach it, and looks there every `_LOOK_S` for clients. A client leaves its own contact; the
 server answers with the id and the secret of a group of two, which both join (`_core.EndpointServer.accept`). From then on the
@@ -30,6 +31,7 @@ from penstock.errors import Closed, PenstockError, Refused
 from penstock.errors import Config as ConfigError
 from penstock.errors import Timeout as TimeoutError_
 from penstock.runtime import config, process, urgency
+from penstock.runtime.door import Address, Door, enter
 from penstock.runtime.store import Keys, StoreError, base
 
 if TYPE_CHECKING:
@@ -96,7 +98,9 @@ class Server:
         pulls: Mapping[str, Any],
         limits: Limits,
         threads: int,
+        secret: bytes | None = None,
     ) -> None:
+        """``store`` may be an `Address`, at which clients come in with the secret."""
         _core.check_fork()
         _check_name(name)
         self.name = name
@@ -117,18 +121,24 @@ class Server:
         self._is_closed = False
         self._closing = threading.Event()
         self._secret = settings.job_secret()
+        self._ids = iter(range(0))
+        self._door: Door | None = None
+        self._threads: list[threading.Thread] = []
         try:
-            # Of its own: a call of another thread that waits in the store must not hold this up.
-            self._keys = _keys(_clone(store), name)
-            with _store_errors(name):
-                self._turn = str(self._keys.add("turns", 1))
-                current = {"turn": self._turn, "contact": self._engine.core.contact()}
-                self._keys.set("current", json.dumps(current))
+            if isinstance(store, Address):
+                self._door = Door(store, _key(store, secret, self._secret), self._let_in)
+            else:
+                # Of its own: a call of another thread that waits in the store must not hold this up.
+                self._keys = _keys(_clone(store), name)
+                with _store_errors(name):
+                    self._turn = str(self._keys.add("turns", 1))
+                    current = {"turn": self._turn, "contact": self._engine.core.contact()}
+                    self._keys.set("current", json.dumps(current))
+                self._threads.append(threading.Thread(target=self._accept, name="penstock-accept", daemon=True))
         except BaseException:
             self._core.close(0)
             self._engine.release()
             raise
-        self._threads = [threading.Thread(target=self._accept, name="penstock-accept", daemon=True)]
         self._threads += [
             threading.Thread(target=self._work, name=f"penstock-handler-{number}", daemon=True)
             for number in range(threads)
@@ -183,10 +193,14 @@ class Server:
         _alive.discard(self)
         self._closing.set()
         try:
-            with contextlib.suppress(StoreError):  # it may have ended before
-                self._keys.set(f"{self._turn}/closed", "1")
             until = time.monotonic() + timeout_s
-            self._threads[0].join(_JOIN_S)  # no client is accepted any more
+            # No client is accepted any more.
+            if self._door is not None:
+                self._door.close()
+            else:
+                with contextlib.suppress(StoreError):  # it may have ended before
+                    self._keys.set(f"{self._turn}/closed", "1")
+                self._threads[0].join(_JOIN_S)
             self._core.close(timeout_s).wait()
             for thread in self._threads:
                 if thread is not threading.current_thread():
@@ -238,7 +252,7 @@ class Server:
 
     def _accept(self) -> None:
         """Look for clients, and connect with them."""
-        seen, series = 0, iter(range(0))
+        seen = 0
         # A client counts itself and then leaves its contact; if it dies between the two, it has none.
         pending: dict[int, float] = {}
         try:
@@ -249,24 +263,37 @@ class Server:
                 seen = count
                 for number in [number for number in pending if self._keys.check([f"{self._turn}/client/{number}"])]:
                     del pending[number]
-                    if (drawn := next(series, None)) is None:
-                        # Engines remember consecutive ids of groups that they have left as one range.
-                        first = secrets.randbits(43) << 20
-                        series = iter(range(first + 1, first + (1 << 20)))
-                        drawn = next(series)
-                    self._connect(number, drawn)
+                    self._connect(number)
                 pending = {number: by for number, by in pending.items() if time.monotonic() < by}
         except StoreError as error:
             if not self._closing.is_set():
                 log.warning("endpoint %s takes no more clients, since its store is gone: %s", self.name, error)
 
-    def _connect(self, number: int, drawn: int) -> None:
+    def _connect(self, number: int) -> None:
         key = f"{self._turn}/client/{number}"
         contact = self._keys.get(key).decode(errors="replace")
         with contextlib.suppress(StoreError):
             self._keys.delete_key(key)
         secret = self._secret or secrets.token_bytes(16)
-        answer: dict[str, Any] = {"id": drawn, "secret": None if self._secret else secret.hex()}
+        answer = self._admit(contact, secret)
+        self._keys.set(
+            f"{self._turn}/answer/{number}",
+            json.dumps({**answer, "secret": None if self._secret else secret.hex()}),
+        )
+
+    def _let_in(self, message: dict[str, Any], secret: bytes) -> dict[str, Any]:
+        """A client at the door has proved that it knows the secret."""
+        if message.get("name") != self.name:
+            return {"refused": f"this is endpoint {self.name}, and not {message.get('name')}"}
+        return {**self._admit(str(message.get("contact")), secret), "contact": self._engine.core.contact()}
+
+    def _admit(self, contact: str, secret: bytes) -> dict[str, Any]:
+        """Connect with a client; returns what it must know for that, or why it is refused."""
+        if (drawn := next(self._ids, None)) is None:
+            # Engines remember consecutive ids of groups that they have left as one range.
+            first = secrets.randbits(43) << 20
+            self._ids = iter(range(first + 2, first + (1 << 20)))
+            drawn = first + 1
         try:
             self._core.accept(
                 self._engine.core,
@@ -277,8 +304,8 @@ class Server:
                 name=f"endpoint {self.name}",
             )
         except (ValueError, PenstockError) as error:  # a contact that this version cannot read, for one
-            answer = {"refused": str(error)}
-        self._keys.set(f"{self._turn}/answer/{number}", json.dumps(answer))
+            return {"refused": str(error)}
+        return {"id": drawn, "generation": self._engine.generation}
 
 
 class Client:
@@ -294,7 +321,17 @@ class Client:
     copied; longer ones must not change before the call has ended.
     """
 
-    def __init__(self, name: str, store: Any, rank: int, *, timeout_s: float, call_timeout_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        store: Any,
+        rank: int,
+        *,
+        timeout_s: float,
+        call_timeout_s: float,
+        secret: bytes | None = None,
+    ) -> None:
+        """``store`` may be an `Address`, at which the server lets in who knows the secret."""
         _core.check_fork()
         _check_name(name)
         self.name = name
@@ -304,13 +341,17 @@ class Client:
         self._process = os.getpid()
         self._is_closed = True
         try:
-            with _store_errors(name):
-                contact, answer = self._meet(_keys(_clone(store), name), timeout_s)
-            secret = _secret(name, answer["secret"], settings.job_secret())
+            if isinstance(store, Address):
+                key = _key(store, secret, settings.job_secret())
+                contact, answer, secret = self._enter(store, key, timeout_s)
+            else:
+                with _store_errors(name):
+                    contact, answer = self._meet(_keys(_clone(store), name), timeout_s)
+                secret = _secret(name, answer["secret"], settings.job_secret())
             self._core, welcome = _core.EndpointClient.connect(
                 self._engine.core,
                 id=answer["id"],
-                generation=self._engine.generation,
+                generation=answer["generation"],
                 members=(contact, self._engine.core.contact()),
                 secret=secret,
                 name=f"endpoint {name}",
@@ -414,10 +455,7 @@ class Client:
                 if current["turn"] != turn and not keys.check([f"{current['turn']}/closed"]):
                     # The first server, or another in its place.
                     turn, contact = current["turn"], current["contact"]
-                    if _node(contact) == _node(self._engine.core.contact()):
-                        raise ConfigError(
-                            f"endpoint {self.name} is served by this very process: call its handlers, or connect from another one"
-                        )
+                    self._check_other(contact)
                     number = keys.add(f"{turn}/clients", 1)
                     keys.set(f"{turn}/client/{number}", self._engine.core.contact())
                     key, pause_s = f"{turn}/answer/{number}", _SHORTEST_PAUSE_S
@@ -425,10 +463,7 @@ class Client:
                 answer = json.loads(keys.get(key))
                 with contextlib.suppress(StoreError):
                     keys.delete_key(key)
-                if "refused" in answer:
-                    raise Refused(
-                        f"endpoint {self.name} ({_described(contact)}) refuses this process: {answer['refused']}"
-                    )
+                self._check_answer(contact, answer)
                 return contact, answer
             if time.monotonic() > until:
                 why = (
@@ -440,6 +475,26 @@ class Client:
                 raise TimeoutError_(f"Timed out after {timeout_s:.1f} s: cannot connect to endpoint {self.name}: {why}")
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LOOK_S)
+
+    def _enter(self, address: Address, key: bytes, timeout_s: float) -> tuple[str, dict[str, Any], bytes]:
+        """The server's contact, its answer and the secret of the connection, from the server's door."""
+        own = self._engine.core.contact()
+        answer, secret = enter(address, key, {"name": self.name, "contact": own}, time.monotonic() + timeout_s)
+        self._check_answer(str(address), answer)
+        contact = str(answer["contact"])
+        self._check_other(contact)
+        return contact, answer, secret
+
+    def _check_other(self, contact: str) -> None:
+        if _node(contact) == _node(self._engine.core.contact()):
+            raise ConfigError(
+                f"endpoint {self.name} is served by this very process: call its handlers, or connect from another one"
+            )
+
+    def _check_answer(self, server: str, answer: dict[str, Any]) -> None:
+        if "refused" in answer:
+            who = _described(server) if " " in server else server
+            raise Refused(f"endpoint {self.name} ({who}) refuses this process: {answer['refused']}")
 
 
 class Work:
@@ -563,6 +618,15 @@ def _secret(name: str, sent: str | None, own: bytes | None) -> bytes:
             "PENSTOCK_SECRET_FILE for both"
         )
     return own if sent is None else bytes.fromhex(sent)  # type: ignore[return-value]
+
+
+def _key(address: Address, given: bytes | None, of_job: bytes | None) -> bytes:
+    """The secret that the two sides of a door must know."""
+    if not (key := given or of_job):
+        raise ConfigError(
+            f"an endpoint at an address ({address}) needs a secret: give secret=, or set PENSTOCK_SECRET or PENSTOCK_SECRET_FILE"
+        )
+    return key
 
 
 def _check_name(name: str) -> None:

@@ -204,3 +204,49 @@ impl Directory {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of thousands of processes that come and go, the last ones stay known, and members of groups; the numbers of the others are
+    /// used again, and none by two at a time.
+    #[test]
+    fn those_that_went_long_ago_are_forgotten() {
+        let mut directory = Directory::new([0; 16]);
+        let node = |number: u64| {
+            let mut node = [1; 16];
+            node[..8].copy_from_slice(&number.to_le_bytes());
+            node
+        };
+        let mut lives: HashMap<PeerId, u64> = HashMap::new();
+        let member = directory.add(node(u64::MAX), "a member".into());
+        for number in 0..5000 {
+            let peer = directory.add(node(number), "a peer".into());
+            assert!(lives.insert(peer, number).is_none() && peer != member, "a number of two peers");
+            assert!(!directory.peer(peer).linked && directory.peer(peer).lost.is_none(), "like new");
+            if number == 100 {
+                directory.is_lost(member, "it is lost", true);
+                directory.is_past(member);
+            }
+            if number >= 10 {
+                let goes = directory.known(&node(number - 10)).expect("it lives");
+                directory.is_lost(goes, "it is lost", number % 2 == 0);
+                lives.remove(&goes);
+                let is_due = directory.is_past(goes);
+                assert_eq!(directory.is_past(goes), is_due, "once");
+                if is_due {
+                    directory.forget(|peer| peer == member);
+                }
+            }
+            assert!(lives.iter().all(|(peer, number)| directory.known(&node(*number)) == Some(*peer)));
+        }
+        assert_eq!(directory.known(&node(u64::MAX)), Some(member));
+        assert_eq!(directory.peer(member).lost.as_deref(), Some("it is lost"));
+        // One that died a moment ago is known still.
+        let last = directory.known(&node(4988)).expect("known");
+        assert!(directory.peer(last).lost.is_some());
+        assert_eq!(directory.known(&node(12)), None, "long ago");
+        assert!(directory.peers.len() < 3 * MOST_GONE, "{}", directory.peers.len());
+    }
+}
