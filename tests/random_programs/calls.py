@@ -89,6 +89,8 @@ class Told:
     index: int
     end: str
     """"done", or the error's name; "not sent" for one that timed out before it was sent."""
+    text: str = ""
+    """Of the error."""
 
 
 def judge(program: Program, told: Iterable[Told], log: Iterable[str]) -> list[str]:
@@ -111,7 +113,7 @@ def judge(program: Program, told: Iterable[Told], log: Iterable[str]) -> list[st
         key, call = (one.client, one.index), program["clients"][one.client][one.index]
         what = f"call {key}, {call['kind']} {call['name']!r} of {call['size']} bytes, ended with {one.end}"
         if one.end not in _may_end(program, call):
-            problems.append(f"{what}, where it may end with {', '.join(sorted(_may_end(program, call)))}")
+            problems.append(f"{what}, where it may end with {', '.join(sorted(_may_end(program, call)))}: {one.text}")
         if call["size"] == 0:
             continue
         if one.end == "done" and key not in done:
@@ -183,7 +185,7 @@ def _smaller(program: Program) -> Iterator[Program]:
             yield {**program, "clients": [*clients[:at], part, *clients[at + 1 :]]}
 
 
-def _process(program: Program, log: str) -> list[tuple[int, int, str]]:
+def _process(program: Program, log: str) -> list[tuple[Any, ...]]:
     rank = int(os.environ["RANK"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     count = len(program["clients"])
@@ -194,7 +196,7 @@ def _process(program: Program, log: str) -> list[tuple[int, int, str]]:
         store.wait(["server lost"], _PATIENCE)
         _Server(program, log).serve(store, may_meet_its_fate=False)
         return []
-    return [dataclasses.astuple(told) for told in _Client(program, rank - 1, store).run()]  # type: ignore[misc]
+    return [dataclasses.astuple(told) for told in _Client(program, rank - 1, store).run()]
 
 
 class _Server:
@@ -337,11 +339,11 @@ class _Client:
         are made again."""
         while len(self._open) > most or (self._is_lost and self._open):
             index, work = self._open.pop(0)
-            end = self._end(index, work)
+            end, text = self._end(index, work)
             if end == "Closed":
                 self._again.append(index)
             else:
-                self._told.append(Told(self._number, index, end))
+                self._told.append(Told(self._number, index, end, text))
             self._is_lost |= end in ("Closed", "PeerLost")
         if self._is_lost:
             self._connect_again()
@@ -366,18 +368,18 @@ class _Client:
                 if self._program["fate"] == "server dies":
                     self._store.set("server lost", "")
 
-    def _end(self, index: int, work: endpoint.Work) -> str:
+    def _end(self, index: int, work: endpoint.Work) -> tuple[str, str]:
         call = self._program["clients"][self._number][index]
         try:
             reply = work.wait(_PATIENCE_S)
         except errors.PenstockError as error:
             if isinstance(error, errors.Timeout):
                 assert "timeout_s" in call, error
-                return "not sent" if "nothing was sent" in str(error) else "Timeout"
-            return type(error).__name__
+                return "not sent" if "nothing was sent" in str(error) else "Timeout", str(error)
+            return type(error).__name__, str(error)
         if call["kind"] != "push":
             assert np.array_equal(reply, self._reply(index, call)), f"the reply to call {index} has wrong bytes"
-        return "done"
+        return "done", ""
 
     def _reply(self, index: int, call: dict[str, Any]) -> Data:
         match call["kind"], call["name"]:

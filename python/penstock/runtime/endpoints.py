@@ -341,33 +341,43 @@ class Client:
         self._process = os.getpid()
         self._is_closed = True
         try:
-            if isinstance(store, Address):
-                key = _key(store, secret, settings.job_secret())
-                contact, answer, secret = self._enter(store, key, timeout_s)
-            else:
-                with _store_errors(name):
-                    contact, answer = self._meet(_keys(_clone(store), name), timeout_s)
-                secret = _secret(name, answer["secret"], settings.job_secret())
-            self._core, welcome = _core.EndpointClient.connect(
-                self._engine.core,
-                id=answer["id"],
-                generation=answer["generation"],
-                members=(contact, self._engine.core.contact()),
-                secret=secret,
-                name=f"endpoint {name}",
-                server=f"endpoint {name} ({_described(contact)})",
-                timeout_s=timeout_s,
-            )
-            try:
-                welcome.wait()
-            except BaseException:
-                self._core.close(0)
-                raise
+            until, attempt_s = time.monotonic() + timeout_s, _ATTEMPT_S
+            while not self._connect(store, secret, settings.job_secret(), until, attempt_s):
+                attempt_s *= 2
         except BaseException:
             self._engine.release()
             raise
         self._is_closed = False
         _alive.add(self)
+
+    def _connect(self, store: Any, secret: bytes | None, of_job: bytes | None, until: float, attempt_s: float) -> bool:
+        """Find the server and connect with it. False: it has answered, and then could not be reached: look again."""
+        left_s = max(0.0, until - time.monotonic())
+        if isinstance(store, Address):
+            contact, answer, secret = self._enter(store, _key(store, secret, of_job), left_s)
+        else:
+            with _store_errors(self.name):
+                contact, answer = self._meet(_keys(_clone(store), self.name), left_s)
+            secret = _secret(self.name, answer["secret"], of_job)
+        left_s = max(0.0, until - time.monotonic())
+        self._core, welcome = _core.EndpointClient.connect(
+            self._engine.core,
+            id=answer["id"],
+            generation=answer["generation"],
+            members=(contact, self._engine.core.contact()),
+            secret=secret,
+            name=f"endpoint {self.name}",
+            server=f"endpoint {self.name} ({_described(contact)})",
+            timeout_s=min(left_s, attempt_s),
+        )
+        try:
+            welcome.wait()
+        except BaseException as error:
+            self._core.close(0)
+            if isinstance(error, TimeoutError_) and attempt_s < left_s:
+                return False
+            raise
+        return True
 
     def __del__(self) -> None:
         if not getattr(self, "_is_closed", True) and self._process == os.getpid():
@@ -681,6 +691,9 @@ _LOOK_S = 0.05
 _SHORTEST_PAUSE_S = 0.001
 # How long a client may take between two writes to the store. A guess: a process that is stopped for longer has other troubles.
 _CONTACT_S = 5.0
+# How long a client tries to reach a server that has answered, before it looks for the server again; then twice as long. A guess:
+# longer than a connection takes on a bad network.
+_ATTEMPT_S = 5.0
 # Clients whose contact is looked for at a time.
 _MOST_PENDING = 1024
 # How long the end waits for a thread that has been told.

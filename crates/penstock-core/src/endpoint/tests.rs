@@ -6,6 +6,9 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 const LIMITS: Limits = Limits { calls: 4, request: 20_000, push: 100_000, in_flight: 150_000 };
 
+/// Messages of up to this length may be copied when they are sent.
+const COPIED: u64 = 32 * 1024;
+
 /// What may happen next; ties are broken by the order of planning.
 #[derive(Clone, Debug)]
 enum Event {
@@ -158,8 +161,10 @@ impl World {
             assert_eq!(bytes.len(), len, "the next message under a tag has another length than its place");
             let (there, back) = (self.delay(), self.delay());
             let from = if to == Side::Server { Side::Client } else { Side::Server };
+            // What is copied when it is sent counts as taken then.
+            let is_copied = len <= COPIED && self.random.bool();
             self.plan(there, Event::Arrived(to, client, receiver, bytes));
-            self.plan(there + back, Event::Taken(from, client, sender, len));
+            self.plan(if is_copied { 0 } else { there + back }, Event::Taken(from, client, sender, len));
         }
     }
 
