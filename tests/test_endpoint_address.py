@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import struct
 import threading
@@ -160,6 +161,31 @@ def test_nobody_comes_in_without_the_secret() -> None:
             assert noise.recv(1) == b""
         assert let_in == []
         assert _enter(address) == {"id": 1} and let_in == [{"contact": "me"}]
+
+
+def test_a_forked_child_holds_no_door_open() -> None:
+    """The port is free when the server is gone, although a child that was forked before lives on."""
+    ranks.run(_forks, count=1, env=_ALONE, args=(_free_address(),))
+
+
+def _forks(address: str) -> None:
+    lives, ends = os.pipe()
+    heard, says = os.pipe()
+    server = os.fork()
+    if server == 0:
+        kept = Door(Address.parse(address), _SECRET, lambda message, key: message)
+        if os.fork() == 0:
+            os.close(ends)
+            os.write(says, b"x")
+            os.read(lives, 1)  # until the test is over
+            os._exit(0)
+        assert kept is not None
+        os.read(heard, 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(server, 0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((Address.parse(address).host, Address.parse(address).port), 10)
+    os.close(ends)
 
 
 @pytest.mark.parametrize("data", [b"[1]", b"{", b'"x"', b"\xff"])

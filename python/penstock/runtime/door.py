@@ -17,11 +17,13 @@ import hashlib
 import hmac
 import json
 import logging
+import os
 import secrets
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +87,7 @@ class Door:
         self._places = threading.BoundedSemaphore(_MOST_GUESTS)
         self._thread = threading.Thread(target=self._listen, name="penstock-door", daemon=True)
         self._thread.start()
+        _open.add(self)
 
     def close(self) -> None:
         """Let nobody in any more. Those that were let in before have their answer, or get it."""
@@ -229,6 +232,14 @@ class _Wire:
         self._connection.settimeout(left)
 
 
+def _after_fork() -> None:
+    """A forked child answers nobody: with its copy of the listener, clients would wait for the child when the server has died."""
+    for each in _open:
+        each._listener.close()
+
+
+_open: weakref.WeakSet[Door] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_after_fork)
 _GREETING = b"penstock endpoint 1\n"
 _NONCE = 32
 _LENGTH = struct.Struct("!I")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import inspect
 import json
 import logging
@@ -32,6 +31,7 @@ from penstock.errors import Config as ConfigError
 from penstock.errors import Timeout as TimeoutError_
 from penstock.runtime import config, process, urgency
 from penstock.runtime.door import Address, Door, enter
+from penstock.runtime.spans import array, span
 from penstock.runtime.store import Keys, StoreError, base
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class Server:
                 raise ConfigError(
                     f"the handler of {kind} {name!r} of endpoint {self.name} cannot be called: {handler!r}"
                 )
-            _span(handler, f"what pulls of {name!r} get")  # says now what is wrong with it
+            span(handler, f"what pulls of {name!r} get")  # says now what is wrong with it
             buffer, handler = handler, lambda _: buffer
         elif inspect.iscoroutinefunction(handler):
             raise ConfigError(
@@ -241,11 +241,11 @@ class Server:
         try:
             urgent = call.priority + urgency.USUAL
             reply = self._handlers[call.kind, call.name](
-                Incoming(call.client, call.who, call.name, _array(call.body()), urgent)
+                Incoming(call.client, call.who, call.name, array(call.body()), urgent)
             )
             if call.kind == "push" and reply is not None:
                 raise TypeError(f"the handler of a push returns None, and not {type(reply).__name__}")
-            call.answer(*_span(reply, f"the reply to {what}"))
+            call.answer(*span(reply, f"the reply to {what}"))
         except BaseException as error:
             log.exception("endpoint %s: the handler of %s of %s has failed", self.name, what, call.who)
             call.fail(_told(error))
@@ -433,10 +433,10 @@ class Client:
             raise Closed(f"{what}: the client is closed")
         if most < 0:
             raise ConfigError(f"{what}: most is {most}, and no number of bytes")
-        body, length, kept = _span(data, f"the data of {what}")
+        body, length, kept = span(data, f"the data of {what}")
         place = None
         if into is not None:
-            *address, kept_into = _span(into, f"the place for the reply of {what}", is_written=True)
+            *address, kept_into = span(into, f"the place for the reply of {what}", is_written=True)
             place, kept = (address[0], address[1]), (kept, kept_into)
         block = urgency.current()
         number = urgency.USUAL if block is None else block.number
@@ -535,7 +535,7 @@ class Work:
         self._client = None
         if self._is_push:
             return None
-        return _array(self._core.reply()) if self._into is None else self._into
+        return array(self._core.reply()) if self._into is None else self._into
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -547,45 +547,6 @@ class Work:
 
 
 # ----------------------------------------------------------------------------------------------------------- helpers
-
-
-def _span(buffer: Any, what: str, *, is_written: bool = False) -> tuple[int, int, Any]:
-    """Address and length of a buffer, and the object that keeps it."""
-    if buffer is None:
-        return 0, 0, None
-    if hasattr(buffer, "data_ptr") and hasattr(buffer, "is_contiguous"):
-        if buffer.device.type != "cpu" or not buffer.is_contiguous():
-            raise ConfigError(f"{what} is a tensor on {buffer.device}, or not contiguous: use .cpu() or .contiguous()")
-        if buffer.is_conj() or buffer.is_neg():
-            raise ConfigError(
-                f"{what} is a view that torch has not computed yet: use .resolve_conj() or .resolve_neg()"
-            )
-        # The tensor may get other memory meanwhile (``tensor.data = ...``); its alias keeps this.
-        return buffer.data_ptr(), buffer.numel() * buffer.element_size(), buffer.detach()
-    try:
-        view = memoryview(buffer)
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"{what} must be a tensor, or an array or another buffer of plain numbers (.view(numpy.uint8) makes one), and not a "
-            f"{type(buffer).__name__}"
-        ) from None
-    if "O" in view.format:
-        raise ConfigError(f"{what} holds Python objects, which mean nothing elsewhere: pickle them")
-    if not view.c_contiguous or (is_written and view.readonly):
-        raise ConfigError(f"{what} is not contiguous, or cannot be written to")
-    if view.nbytes == 0:
-        return 0, 0, None
-    array = np.frombuffer(view, np.uint8)
-    return array.ctypes.data, view.nbytes, array
-
-
-def _array(memory: _core.EndpointMemory | None) -> npt.NDArray[np.uint8]:
-    """Memory of the engine's as an array, which keeps it."""
-    if memory is None:
-        return np.empty(0, np.uint8)
-    view = (ctypes.c_ubyte * memory.length).from_address(memory.address)
-    view.owner = memory  # type: ignore[attr-defined]
-    return np.frombuffer(memoryview(view), np.uint8)
 
 
 def _acquire(settings: config.Settings, store: Any, rank: int) -> process.Engine:

@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from penstock import endpoint
 from penstock.tools.bench.mesh import Mesh
 from penstock.tools.bench.program import say
+from penstock.torch import endpoint
 
 
 def main() -> None:
