@@ -8,8 +8,6 @@ import pathlib
 import random
 import re
 import signal
-import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import cuts
 import forked
 import penstock
 import ranks
@@ -150,6 +149,79 @@ def _urgent() -> None:
             work.wait()
         assert list(client.request("order").wait()) == [128, 0, 60, 128, 200]
         client.push("bye", None).wait()
+
+
+def test_a_call_that_waits_gets_another_priority() -> None:
+    """Of calls that wait at a client, one that becomes urgent goes first, and one that becomes less urgent last."""
+    ranks.run(_changes, count=2)
+
+
+def _changes() -> None:
+    store = _store()
+    if os.environ["RANK"] == "0":
+        order, begun, may_go, waits = list[int](), threading.Event(), threading.Event(), Waits(1)
+
+        def take(call: endpoint.Incoming) -> None:
+            begun.set()
+            assert may_go.wait(60)
+            order.append(int(call.data[0]))
+
+        pushes = {"data": take, "bye": waits.bye}
+        requests = {"order": lambda call: bytes(order)}
+        with endpoint.serve("changes", pushes=pushes, requests=requests, limits=endpoint.Limits(calls=1)):
+            assert begun.wait(60)
+            store.set("begun", "")
+            store.wait(["changed"])
+            may_go.set()
+            waits.wait()
+        return
+    with endpoint.connect("changes") as client:
+        works = [client.push("data", bytes([0]))]
+        store.wait(["begun"])
+        blocks = []
+        for number in range(1, 6):
+            with penstock.priority(100) as block:
+                works.append(client.push("data", bytes([number])))
+            blocks.append(block)
+        blocks[3].change(0)
+        blocks[0].change(255)
+        store.set("changed", "")
+        for work in works:
+            work.wait()
+        blocks[0].change(3)
+        assert list(client.request("order").wait()) == [0, 4, 2, 3, 5, 1]
+        client.push("bye", None).wait()
+
+
+def test_many_clients_come_and_go() -> None:
+    """A server that has met hundreds of processes holds no more than one that has met a hundred."""
+    held = ranks.run(_come_and_go, count=5, timeout_s=120)[0]
+    assert 4 <= held < 140, held
+
+
+def _come_and_go() -> int:
+    rank, each = int(os.environ["RANK"]), 80
+    if rank == 0:
+        from penstock.runtime import process
+
+        seen, waits = set[int](), Waits(4)
+
+        def hello(call: endpoint.Incoming) -> bytes:
+            seen.add(call.client)
+            return call.data.tobytes()
+
+        with endpoint.serve("popular", requests={"hello": hello}, pushes={"bye": waits.bye}) as server:
+            waits.wait()
+            _until(lambda: server.stats()["clients"] == 0)
+            assert len(seen) == 4 * each
+            return len(process.engine().core.stats()["peers"])
+    for number in range(each):
+        # Each is another process to the server: the engine ends with the client, and the next one has another key.
+        with endpoint.connect("popular") as client:
+            assert bytes(client.request("hello", f"{rank} {number}".encode()).wait()) == f"{rank} {number}".encode()
+            if number == each - 1:
+                client.push("bye", None).wait()
+    return 0
 
 
 def test_the_example(root: pathlib.Path) -> None:
@@ -647,37 +719,16 @@ def _cut(seed: int) -> None:
         return
     chance = random.Random(seed)
     with endpoint.connect("cut") as client:
-        cuts = 0
+        cut = 0
         for number in range(count):
             data = np.concatenate([np.array([number], np.uint8), _pattern(number, size - 1)])
             push, pull = client.push("data", data), client.pull("w")
             if chance.random() < 0.7:
-                cuts += _cut_a_connection(chance)
+                cut += cuts.cut_a_connection(chance)
             push.wait()
             assert np.array_equal(pull.wait(), _pattern(99, size))
-        assert cuts > 5, cuts
+        assert cut > 5, cut
         client.push("bye", None).wait()
-
-
-def _cut_a_connection(chance: random.Random) -> int:
-    """Shut down one of this process's TCP connections that the engine has made. Returns how many were found."""
-    store_port, found = int(os.environ["MASTER_PORT"]), []
-    for handle in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(handle).st_mode):
-                continue
-            end = socket.socket(fileno=os.dup(handle))
-            ports = {end.getpeername()[1], end.getsockname()[1]} if end.family == socket.AF_INET else {store_port}
-            if store_port in ports:
-                end.close()
-            else:
-                found.append(end)
-    if found:
-        with contextlib.suppress(OSError):
-            chance.choice(found).shutdown(socket.SHUT_RDWR)
-    for end in found:
-        end.close()
-    return min(len(found), 1)
 
 
 def test_a_forked_child_has_no_endpoint() -> None:

@@ -12,10 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from penstock.testbed import Testbed, TestbedUnavailable
-from random_programs import engine_faults, faults, generate, judge, known, mutants, plant, render, shrink
+from random_programs import calls, engine_faults, faults, generate, judge, known, mutants, plant, render, shrink
 from random_programs.pool import FAULT_MEDIA, MEDIA, Pool
 
 
@@ -35,13 +36,15 @@ def main(arguments: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     if options.jobs > 1:
         return _side_by_side(arguments, options, folder)
+    seeds = range(options.seed, options.seed + options.count)[options.share]
     if options.replay:
         program = json.loads(pathlib.Path(options.replay).read_text())
         programs = [program] * len(range(options.count)[options.share])
-        return _run(programs, options, folder)
+        return (_run_calls if "clients" in program else _run)(programs, options, folder)
+    if options.endpoints:
+        return _run_calls((calls.generate(seed) for seed in seeds), options, folder)
     if options.mutant:
         return _hunt(options)
-    seeds = range(options.seed, options.seed + options.count)[options.share]
     media = [options.medium] if options.medium else _media(options)
     if options.faults:
         return _run(
@@ -197,6 +200,36 @@ def _run(programs: Any, options: argparse.Namespace, folder: pathlib.Path) -> in
     return 1 if tally.failed else 0
 
 
+def _run_calls(programs: Iterable[calls.Program], options: argparse.Namespace, folder: pathlib.Path) -> int:
+    """Run calls to servers in turn, each program over each medium, until the time is over; returns 1 if any failed."""
+    started_s, parent, tally = time.monotonic(), os.getppid(), Tally()
+    media = [medium for medium in calls.MEDIA if options.medium in (None, medium)]
+    try:
+        for program in programs:
+            if time.monotonic() > started_s + 60 * options.minutes or os.getppid() != parent:
+                break
+            for medium in media:
+                complaints = calls.run(program, medium)
+                tally.add(Tally(1, sum(map(len, program["clients"])), by_kind={program["fate"]: 1}))
+                if complaints:
+                    tally.failed.append(program["seed"])
+                    print(f"\nFAILED seed {program['seed']} over {medium}, fate: {program['fate']}")
+                    print("\n".join(f"    {text[:3000]}" for text in complaints[:6]), flush=True)
+                    small = calls.shrink(program, medium, options.trials) if options.shrink else program
+                    path = folder / f"calls-{program['seed']}-{medium}.json"
+                    path.write_text(json.dumps(small))
+                    print(f"    {sum(map(len, small['clients']))} calls of it: {path}", flush=True)
+            if len(tally.failed) >= options.most:
+                break
+    except KeyboardInterrupt:
+        print()  # the summary follows
+    if options.tally:
+        pathlib.Path(options.tally).write_text(json.dumps(dataclasses.asdict(tally)))
+    else:
+        print(tally.summary(time.monotonic() - started_s))
+    return 1 if tally.failed else 0
+
+
 def _kind(program: dict[str, Any], pool: Pool) -> str:
     if "fault" in program:
         return program["fault"]["kind"] if pool.struck else "without the event"
@@ -283,6 +316,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--faults",
         action="store_true",
         help="programs and training jobs during which a rank is killed, stopped or cut off",
+    )
+    parser.add_argument(
+        "--endpoints",
+        action="store_true",
+        help="calls of several clients to the server of an endpoint, with the death of one of them among them",
     )
     parser.add_argument("--seed", type=int, default=None, help="the first seed (default: from the clock)")
     parser.add_argument("--count", type=int, default=1_000_000, help="how many seeds")

@@ -104,7 +104,7 @@ pub enum Admission {
 pub struct Peers {
     pub(crate) machines: Vec<Peer>,
     /// Contacts of peers that the loop has not made links for yet.
-    pub(crate) added: Vec<Contact>,
+    pub(crate) added: Vec<(PeerId, Contact)>,
     pub(crate) dirty: Vec<PeerId>,
     pub(crate) is_dirty: Vec<bool>,
     pub(crate) urgency: Urgency,
@@ -122,13 +122,21 @@ pub(crate) enum Order {
 }
 
 impl Peers {
-    /// A new peer, not connected yet.
-    pub fn add(&mut self, contact: Contact) -> PeerId {
-        self.machines.push(Peer::new(PeerConfig::default(), self.now));
-        self.is_dirty.push(false);
-        self.troubles.push(None);
-        self.added.push(contact);
-        self.machines.len() as PeerId - 1
+    /// A new peer, not connected yet. Its number is the next one, or that of a peer that is gone ([`Handler::left`],
+    /// [`Handler::lost`]).
+    pub fn add(&mut self, peer: PeerId, contact: Contact) {
+        let (at, machine) = (peer as usize, Peer::new(PeerConfig::default(), self.now));
+        if at < self.machines.len() {
+            self.machines[at] = machine;
+            self.troubles[at] = None;
+            self.orders.retain(|order| !matches!(order, Order::Connect(to, ..) if *to == peer));
+        } else {
+            debug_assert_eq!(at, self.machines.len(), "peers are numbered without gaps");
+            self.machines.push(machine);
+            self.is_dirty.push(false);
+            self.troubles.push(None);
+        }
+        self.added.push((peer, contact));
     }
 
     /// The machine of a peer; it will be asked for frames before the loop sleeps.

@@ -217,6 +217,13 @@ impl EndpointClient {
         Ok(EndpointWork { ticket: work.ticket().clone(), work: Some(work) })
     }
 
+    /// Gives a call another priority, as far as it has not left; nothing happens if it has ended.
+    fn reprioritise(&self, work: &EndpointWork, priority: i32) {
+        if let Some(work) = &work.work {
+            self.0.reprioritise(work, Priority(priority));
+        }
+    }
+
     /// Ends the connection when the calls have ended, after `grace_s` at the latest; the ticket completes then.
     fn close(&self, grace_s: f64) -> Ticket {
         Ticket(self.0.close(duration(grace_s)))
@@ -250,6 +257,11 @@ impl EndpointWork {
     /// Calls `callback()` on another thread once it has ended.
     fn on_done(&self, callback: Py<PyAny>) {
         self.ticket.on_done(|_| callbacks::later(callback));
+    }
+
+    /// The same call, for a holder that must not keep its reply alive.
+    fn without_reply(&self) -> EndpointWork {
+        EndpointWork { ticket: self.ticket.clone(), work: self.work.as_ref().map(Work::without_reply) }
     }
 
     /// The reply of a call without `into` that has ended well; None if it has no bytes.

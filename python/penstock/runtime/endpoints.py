@@ -1,4 +1,5 @@
-"""Servers, and clients that ask them for something at any time. They meet through a store, as ranks do.
+"""Servers, and clients that ask them for something at any time. They meet through a store, as ranks do, or at an address
+(`penstock.runtime.door`).
 
 A server writes into the store how to reach it, and looks there every `_LOOK_S` for clients. A client leaves its own contact; the
 server answers with the id and the secret of a group of two, which both join (`_core.EndpointServer.accept`). From then on the
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import inspect
 import json
 import logging
@@ -30,6 +30,8 @@ from penstock.errors import Closed, PenstockError, Refused
 from penstock.errors import Config as ConfigError
 from penstock.errors import Timeout as TimeoutError_
 from penstock.runtime import config, process, urgency
+from penstock.runtime.door import Address, Door, enter
+from penstock.runtime.spans import array, span
 from penstock.runtime.store import Keys, StoreError, base
 
 if TYPE_CHECKING:
@@ -96,7 +98,9 @@ class Server:
         pulls: Mapping[str, Any],
         limits: Limits,
         threads: int,
+        secret: bytes | None = None,
     ) -> None:
+        """``store`` may be an `Address`, at which clients come in with the secret."""
         _core.check_fork()
         _check_name(name)
         self.name = name
@@ -117,18 +121,24 @@ class Server:
         self._is_closed = False
         self._closing = threading.Event()
         self._secret = settings.job_secret()
+        self._ids = iter(range(0))
+        self._door: Door | None = None
+        self._threads: list[threading.Thread] = []
         try:
-            # Of its own: a call of another thread that waits in the store must not hold this up.
-            self._keys = _keys(_clone(store), name)
-            with _store_errors(name):
-                self._turn = str(self._keys.add("turns", 1))
-                current = {"turn": self._turn, "contact": self._engine.core.contact()}
-                self._keys.set("current", json.dumps(current))
+            if isinstance(store, Address):
+                self._door = Door(store, _key(store, secret, self._secret), self._let_in)
+            else:
+                # Of its own: a call of another thread that waits in the store must not hold this up.
+                self._keys = _keys(_clone(store), name)
+                with _store_errors(name):
+                    self._turn = str(self._keys.add("turns", 1))
+                    current = {"turn": self._turn, "contact": self._engine.core.contact()}
+                    self._keys.set("current", json.dumps(current))
+                self._threads.append(threading.Thread(target=self._accept, name="penstock-accept", daemon=True))
         except BaseException:
             self._core.close(0)
             self._engine.release()
             raise
-        self._threads = [threading.Thread(target=self._accept, name="penstock-accept", daemon=True)]
         self._threads += [
             threading.Thread(target=self._work, name=f"penstock-handler-{number}", daemon=True)
             for number in range(threads)
@@ -183,10 +193,14 @@ class Server:
         _alive.discard(self)
         self._closing.set()
         try:
-            with contextlib.suppress(StoreError):  # it may have ended before
-                self._keys.set(f"{self._turn}/closed", "1")
             until = time.monotonic() + timeout_s
-            self._threads[0].join(_JOIN_S)  # no client is accepted any more
+            # No client is accepted any more.
+            if self._door is not None:
+                self._door.close()
+            else:
+                with contextlib.suppress(StoreError):  # it may have ended before
+                    self._keys.set(f"{self._turn}/closed", "1")
+                self._threads[0].join(_JOIN_S)
             self._core.close(timeout_s).wait()
             for thread in self._threads:
                 if thread is not threading.current_thread():
@@ -207,7 +221,7 @@ class Server:
                 raise ConfigError(
                     f"the handler of {kind} {name!r} of endpoint {self.name} cannot be called: {handler!r}"
                 )
-            _span(handler, f"what pulls of {name!r} get")  # says now what is wrong with it
+            span(handler, f"what pulls of {name!r} get")  # says now what is wrong with it
             buffer, handler = handler, lambda _: buffer
         elif inspect.iscoroutinefunction(handler):
             raise ConfigError(
@@ -227,18 +241,18 @@ class Server:
         try:
             urgent = call.priority + urgency.USUAL
             reply = self._handlers[call.kind, call.name](
-                Incoming(call.client, call.who, call.name, _array(call.body()), urgent)
+                Incoming(call.client, call.who, call.name, array(call.body()), urgent)
             )
             if call.kind == "push" and reply is not None:
                 raise TypeError(f"the handler of a push returns None, and not {type(reply).__name__}")
-            call.answer(*_span(reply, f"the reply to {what}"))
+            call.answer(*span(reply, f"the reply to {what}"))
         except BaseException as error:
             log.exception("endpoint %s: the handler of %s of %s has failed", self.name, what, call.who)
             call.fail(_told(error))
 
     def _accept(self) -> None:
         """Look for clients, and connect with them."""
-        seen, series = 0, iter(range(0))
+        seen = 0
         # A client counts itself and then leaves its contact; if it dies between the two, it has none.
         pending: dict[int, float] = {}
         try:
@@ -249,24 +263,37 @@ class Server:
                 seen = count
                 for number in [number for number in pending if self._keys.check([f"{self._turn}/client/{number}"])]:
                     del pending[number]
-                    if (drawn := next(series, None)) is None:
-                        # Engines remember consecutive ids of groups that they have left as one range.
-                        first = secrets.randbits(43) << 20
-                        series = iter(range(first + 1, first + (1 << 20)))
-                        drawn = next(series)
-                    self._connect(number, drawn)
+                    self._connect(number)
                 pending = {number: by for number, by in pending.items() if time.monotonic() < by}
         except StoreError as error:
             if not self._closing.is_set():
                 log.warning("endpoint %s takes no more clients, since its store is gone: %s", self.name, error)
 
-    def _connect(self, number: int, drawn: int) -> None:
+    def _connect(self, number: int) -> None:
         key = f"{self._turn}/client/{number}"
         contact = self._keys.get(key).decode(errors="replace")
         with contextlib.suppress(StoreError):
             self._keys.delete_key(key)
         secret = self._secret or secrets.token_bytes(16)
-        answer: dict[str, Any] = {"id": drawn, "secret": None if self._secret else secret.hex()}
+        answer = self._admit(contact, secret)
+        self._keys.set(
+            f"{self._turn}/answer/{number}",
+            json.dumps({**answer, "secret": None if self._secret else secret.hex()}),
+        )
+
+    def _let_in(self, message: dict[str, Any], secret: bytes) -> dict[str, Any]:
+        """A client at the door has proved that it knows the secret."""
+        if message.get("name") != self.name:
+            return {"refused": f"this is endpoint {self.name}, and not {message.get('name')}"}
+        return {**self._admit(str(message.get("contact")), secret), "contact": self._engine.core.contact()}
+
+    def _admit(self, contact: str, secret: bytes) -> dict[str, Any]:
+        """Connect with a client; returns what it must know for that, or why it is refused."""
+        if (drawn := next(self._ids, None)) is None:
+            # Engines remember consecutive ids of groups that they have left as one range.
+            first = secrets.randbits(43) << 20
+            self._ids = iter(range(first + 2, first + (1 << 20)))
+            drawn = first + 1
         try:
             self._core.accept(
                 self._engine.core,
@@ -277,14 +304,15 @@ class Server:
                 name=f"endpoint {self.name}",
             )
         except (ValueError, PenstockError) as error:  # a contact that this version cannot read, for one
-            answer = {"refused": str(error)}
-        self._keys.set(f"{self._turn}/answer/{number}", json.dumps(answer))
+            return {"refused": str(error)}
+        return {"id": drawn, "generation": self._engine.generation}
 
 
 class Client:
     """A connection to a server; `penstock.endpoint.connect` makes it. A context manager that closes it. Any thread may use it.
 
-    Calls return a `Work` at once. They take the priority of the block of `penstock.priority` that the thread is in. One call
+    Calls return a `Work` at once. They take the priority of the block of `penstock.priority` that the thread is in, whose value
+    changes it: for a call that waits at the client its place there, for others what has not left. One call
     fails if the server does not serve it, if it is too large, if its handler raises or if it takes too long. If the server dies,
     all calls fail with `penstock.errors.PeerLost`, and a new connection is needed. A connection that breaks and comes back is no
     failure: what was under way is resumed.
@@ -293,7 +321,17 @@ class Client:
     copied; longer ones must not change before the call has ended.
     """
 
-    def __init__(self, name: str, store: Any, rank: int, *, timeout_s: float, call_timeout_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        store: Any,
+        rank: int,
+        *,
+        timeout_s: float,
+        call_timeout_s: float,
+        secret: bytes | None = None,
+    ) -> None:
+        """``store`` may be an `Address`, at which the server lets in who knows the secret."""
         _core.check_fork()
         _check_name(name)
         self.name = name
@@ -303,29 +341,43 @@ class Client:
         self._process = os.getpid()
         self._is_closed = True
         try:
-            with _store_errors(name):
-                contact, answer = self._meet(_keys(_clone(store), name), timeout_s)
-            secret = _secret(name, answer["secret"], settings.job_secret())
-            self._core, welcome = _core.EndpointClient.connect(
-                self._engine.core,
-                id=answer["id"],
-                generation=self._engine.generation,
-                members=(contact, self._engine.core.contact()),
-                secret=secret,
-                name=f"endpoint {name}",
-                server=f"endpoint {name} ({_described(contact)})",
-                timeout_s=timeout_s,
-            )
-            try:
-                welcome.wait()
-            except BaseException:
-                self._core.close(0)
-                raise
+            until, attempt_s = time.monotonic() + timeout_s, _ATTEMPT_S
+            while not self._connect(store, secret, settings.job_secret(), until, attempt_s):
+                attempt_s *= 2
         except BaseException:
             self._engine.release()
             raise
         self._is_closed = False
         _alive.add(self)
+
+    def _connect(self, store: Any, secret: bytes | None, of_job: bytes | None, until: float, attempt_s: float) -> bool:
+        """Find the server and connect with it. False: it has answered, and then could not be reached: look again."""
+        left_s = max(0.0, until - time.monotonic())
+        if isinstance(store, Address):
+            contact, answer, secret = self._enter(store, _key(store, secret, of_job), left_s)
+        else:
+            with _store_errors(self.name):
+                contact, answer = self._meet(_keys(_clone(store), self.name), left_s)
+            secret = _secret(self.name, answer["secret"], of_job)
+        left_s = max(0.0, until - time.monotonic())
+        self._core, welcome = _core.EndpointClient.connect(
+            self._engine.core,
+            id=answer["id"],
+            generation=answer["generation"],
+            members=(contact, self._engine.core.contact()),
+            secret=secret,
+            name=f"endpoint {self.name}",
+            server=f"endpoint {self.name} ({_described(contact)})",
+            timeout_s=min(left_s, attempt_s),
+        )
+        try:
+            welcome.wait()
+        except BaseException as error:
+            self._core.close(0)
+            if isinstance(error, TimeoutError_) and attempt_s < left_s:
+                return False
+            raise
+        return True
 
     def __del__(self) -> None:
         if not getattr(self, "_is_closed", True) and self._process == os.getpid():
@@ -381,12 +433,13 @@ class Client:
             raise Closed(f"{what}: the client is closed")
         if most < 0:
             raise ConfigError(f"{what}: most is {most}, and no number of bytes")
-        body, length, kept = _span(data, f"the data of {what}")
+        body, length, kept = span(data, f"the data of {what}")
         place = None
         if into is not None:
-            *address, kept_into = _span(into, f"the place for the reply of {what}", is_written=True)
+            *address, kept_into = span(into, f"the place for the reply of {what}", is_written=True)
             place, kept = (address[0], address[1]), (kept, kept_into)
         block = urgency.current()
+        number = urgency.USUAL if block is None else block.number
         work = self._core.ask(
             kind,
             name,
@@ -394,10 +447,12 @@ class Client:
             length=length,
             into=place,
             room=most,
-            priority=urgency.engine_priority(urgency.USUAL if block is None else block.number),
+            priority=urgency.engine_priority(number),
             timeout_s=self._timeout_s if timeout_s is None else timeout_s,
             keep=kept,
         )
+        if block is not None:
+            block.add(self._core, work.without_reply(), number)
         return Work(self, work, what, into, is_push=kind == "push")
 
     def _meet(self, keys: Keys, timeout_s: float) -> tuple[str, dict[str, Any]]:
@@ -410,10 +465,7 @@ class Client:
                 if current["turn"] != turn and not keys.check([f"{current['turn']}/closed"]):
                     # The first server, or another in its place.
                     turn, contact = current["turn"], current["contact"]
-                    if _node(contact) == _node(self._engine.core.contact()):
-                        raise ConfigError(
-                            f"endpoint {self.name} is served by this very process: call its handlers, or connect from another one"
-                        )
+                    self._check_other(contact)
                     number = keys.add(f"{turn}/clients", 1)
                     keys.set(f"{turn}/client/{number}", self._engine.core.contact())
                     key, pause_s = f"{turn}/answer/{number}", _SHORTEST_PAUSE_S
@@ -421,10 +473,7 @@ class Client:
                 answer = json.loads(keys.get(key))
                 with contextlib.suppress(StoreError):
                     keys.delete_key(key)
-                if "refused" in answer:
-                    raise Refused(
-                        f"endpoint {self.name} ({_described(contact)}) refuses this process: {answer['refused']}"
-                    )
+                self._check_answer(contact, answer)
                 return contact, answer
             if time.monotonic() > until:
                 why = (
@@ -436,6 +485,26 @@ class Client:
                 raise TimeoutError_(f"Timed out after {timeout_s:.1f} s: cannot connect to endpoint {self.name}: {why}")
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LOOK_S)
+
+    def _enter(self, address: Address, key: bytes, timeout_s: float) -> tuple[str, dict[str, Any], bytes]:
+        """The server's contact, its answer and the secret of the connection, from the server's door."""
+        own = self._engine.core.contact()
+        answer, secret = enter(address, key, {"name": self.name, "contact": own}, time.monotonic() + timeout_s)
+        self._check_answer(str(address), answer)
+        contact = str(answer["contact"])
+        self._check_other(contact)
+        return contact, answer, secret
+
+    def _check_other(self, contact: str) -> None:
+        if _node(contact) == _node(self._engine.core.contact()):
+            raise ConfigError(
+                f"endpoint {self.name} is served by this very process: call its handlers, or connect from another one"
+            )
+
+    def _check_answer(self, server: str, answer: dict[str, Any]) -> None:
+        if "refused" in answer:
+            who = _described(server) if " " in server else server
+            raise Refused(f"endpoint {self.name} ({who}) refuses this process: {answer['refused']}")
 
 
 class Work:
@@ -466,7 +535,7 @@ class Work:
         self._client = None
         if self._is_push:
             return None
-        return _array(self._core.reply()) if self._into is None else self._into
+        return array(self._core.reply()) if self._into is None else self._into
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -478,45 +547,6 @@ class Work:
 
 
 # ----------------------------------------------------------------------------------------------------------- helpers
-
-
-def _span(buffer: Any, what: str, *, is_written: bool = False) -> tuple[int, int, Any]:
-    """Address and length of a buffer, and the object that keeps it."""
-    if buffer is None:
-        return 0, 0, None
-    if hasattr(buffer, "data_ptr") and hasattr(buffer, "is_contiguous"):
-        if buffer.device.type != "cpu" or not buffer.is_contiguous():
-            raise ConfigError(f"{what} is a tensor on {buffer.device}, or not contiguous: use .cpu() or .contiguous()")
-        if buffer.is_conj() or buffer.is_neg():
-            raise ConfigError(
-                f"{what} is a view that torch has not computed yet: use .resolve_conj() or .resolve_neg()"
-            )
-        # The tensor may get other memory meanwhile (``tensor.data = ...``); its alias keeps this.
-        return buffer.data_ptr(), buffer.numel() * buffer.element_size(), buffer.detach()
-    try:
-        view = memoryview(buffer)
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"{what} must be a tensor, or an array or another buffer of plain numbers (.view(numpy.uint8) makes one), and not a "
-            f"{type(buffer).__name__}"
-        ) from None
-    if "O" in view.format:
-        raise ConfigError(f"{what} holds Python objects, which mean nothing elsewhere: pickle them")
-    if not view.c_contiguous or (is_written and view.readonly):
-        raise ConfigError(f"{what} is not contiguous, or cannot be written to")
-    if view.nbytes == 0:
-        return 0, 0, None
-    array = np.frombuffer(view, np.uint8)
-    return array.ctypes.data, view.nbytes, array
-
-
-def _array(memory: _core.EndpointMemory | None) -> npt.NDArray[np.uint8]:
-    """Memory of the engine's as an array, which keeps it."""
-    if memory is None:
-        return np.empty(0, np.uint8)
-    view = (ctypes.c_ubyte * memory.length).from_address(memory.address)
-    view.owner = memory  # type: ignore[attr-defined]
-    return np.frombuffer(memoryview(view), np.uint8)
 
 
 def _acquire(settings: config.Settings, store: Any, rank: int) -> process.Engine:
@@ -559,6 +589,15 @@ def _secret(name: str, sent: str | None, own: bytes | None) -> bytes:
             "PENSTOCK_SECRET_FILE for both"
         )
     return own if sent is None else bytes.fromhex(sent)  # type: ignore[return-value]
+
+
+def _key(address: Address, given: bytes | None, of_job: bytes | None) -> bytes:
+    """The secret that the two sides of a door must know."""
+    if not (key := given or of_job):
+        raise ConfigError(
+            f"an endpoint at an address ({address}) needs a secret: give secret=, or set PENSTOCK_SECRET or PENSTOCK_SECRET_FILE"
+        )
+    return key
 
 
 def _check_name(name: str) -> None:
@@ -613,6 +652,9 @@ _LOOK_S = 0.05
 _SHORTEST_PAUSE_S = 0.001
 # How long a client may take between two writes to the store. A guess: a process that is stopped for longer has other troubles.
 _CONTACT_S = 5.0
+# How long a client tries to reach a server that has answered, before it looks for the server again; then twice as long. A guess:
+# longer than a connection takes on a bad network.
+_ATTEMPT_S = 5.0
 # Clients whose contact is looked for at a time.
 _MOST_PENDING = 1024
 # How long the end waits for a thread that has been told.

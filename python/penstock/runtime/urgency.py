@@ -6,14 +6,23 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from penstock.errors import Config
 
-if TYPE_CHECKING:
-    from penstock._core import Group, Ticket
-
 __all__ = ["Urgency", "current", "priority"]
+
+
+class Started(Protocol):
+    """What has started an operation: a group of the engine's, or a client of an endpoint."""
+
+    def reprioritise(self, operation: Any, priority: int, /) -> None: ...
+
+
+class Operation(Protocol):
+    """An operation of one."""
+
+    def done(self) -> bool: ...
 
 
 class Urgency:
@@ -23,7 +32,7 @@ class Urgency:
         self._number = checked(number)
         # A signal handler may change what its thread is about to add.
         self._lock = threading.RLock()
-        self._running: list[tuple[Group, Ticket]] = []
+        self._running: list[tuple[Started, Operation]] = []
         self._looked_at = 0
 
     @property
@@ -34,7 +43,8 @@ class Urgency:
     def change(self, number: int) -> None:
         """Give another priority to the operations of the block that have not ended, for what this rank has not sent of them yet,
         and to those that the block starts from now on. Messages that count as sent, since they were copied (up to 32 KiB), keep
-        their place. Returns at once. Any thread may call it, also after the block.
+        their place, and so does what the server of an endpoint sends. Returns at once. Any thread may call it, also after the
+        block.
 
         Raises:
             penstock.errors.Config: it is no whole number from 0 to 255.
@@ -42,18 +52,18 @@ class Urgency:
         number = checked(number)
         with self._lock:
             self._number = number
-            for group, ticket in self._running:
-                group.reprioritise(ticket, engine_priority(number))
+            for started, operation in self._running:
+                started.reprioritise(operation, engine_priority(number))
 
-    def add(self, group: Group, ticket: Ticket, number: int) -> None:
+    def add(self, started: Started, operation: Operation, number: int) -> None:
         """This operation has started in the block, with this number."""
         with self._lock:
             if number != self._number:
-                group.reprioritise(ticket, engine_priority(self._number))
+                started.reprioritise(operation, engine_priority(self._number))
             if len(self._running) >= 2 * self._looked_at + _MANY:
                 self._running = [each for each in self._running if not each[1].done()]
                 self._looked_at = len(self._running)
-            self._running.append((group, ticket))
+            self._running.append((started, operation))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Endpoints that are found through torch's store. `penstock.runtime.endpoints` has the rest."""
+"""Endpoints that are found through torch's store, or at an address. `penstock.runtime.endpoints` has the rest."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.errors import Config
+from penstock.runtime.door import Address
 from penstock.runtime.endpoints import Client, Handler, Incoming, Limits, Server, Work
 
 __all__ = ["Client", "Incoming", "Limits", "Server", "Work", "connect", "serve"]
@@ -24,6 +25,8 @@ def serve(
     limits: Limits | None = None,
     threads: int = 1,
     store: dist.Store | None = None,
+    address: str | None = None,
+    secret: str | bytes | None = None,
 ) -> Server:
     """Serve an endpoint. Returns at once; clients may connect at any time (`connect`).
 
@@ -35,6 +38,8 @@ def serve(
         threads: how many handlers may run at the same time. With one they need no locks.
         store: where clients look for it; by default the store of ``torch.distributed``'s default group, or, without one, that at
             MASTER_ADDR and MASTER_PORT. Whoever can read it can connect, unless the job has a secret (PENSTOCK_SECRET).
+        address: instead of a store, "host:port" of this host, at which clients come that know the secret.
+        secret: with ``address``; by default the job's.
 
     Raises:
         penstock.errors.Config: a name, limit or setting is wrong, or the store cannot be reached.
@@ -43,25 +48,32 @@ def serve(
         raise Config(f"endpoint {name} needs a thread for its handlers, and not {threads}")
     return Server(
         name,
-        _store(store, _STORE_S),
+        _place(store, address, secret, _STORE_S),
         _rank(),
         requests=requests or {},
         pushes=pushes or {},
         pulls=pulls or {},
         limits=limits or Limits(),
         threads=threads,
+        secret=_bytes(secret),
     )
 
 
 def connect(
-    name: str, *, timeout_s: float = 60.0, call_timeout_s: float = 1800.0, store: dist.Store | None = None
+    name: str,
+    *,
+    timeout_s: float = 60.0,
+    call_timeout_s: float = 1800.0,
+    store: dist.Store | None = None,
+    address: str | None = None,
+    secret: str | bytes | None = None,
 ) -> Client:
     """Connect to the server of this name. Blocks until it has answered, also if it comes later.
 
     Args:
         timeout_s: for the whole of it.
         call_timeout_s: the time-out of calls that name none.
-        store: as for `serve`.
+        store, address, secret: as for `serve`, with the server's address.
 
     Raises:
         penstock.errors.Timeout: no process serves the endpoint, or its server does not answer.
@@ -69,7 +81,25 @@ def connect(
         penstock.errors.Refused: secrets or versions differ.
         penstock.errors.PeerLost: the server has died meanwhile.
     """
-    return Client(name, _store(store, timeout_s), _rank(), timeout_s=timeout_s, call_timeout_s=call_timeout_s)
+    place = _place(store, address, secret, timeout_s)
+    return Client(name, place, _rank(), timeout_s=timeout_s, call_timeout_s=call_timeout_s, secret=_bytes(secret))
+
+
+def _place(
+    store: dist.Store | None, address: str | None, secret: str | bytes | None, timeout_s: float
+) -> dist.Store | Address:
+    """Where server and client find each other."""
+    if address is None:
+        if secret is not None:
+            raise Config("secret= goes with address=: through a store the job's secret counts (PENSTOCK_SECRET)")
+        return _store(store, timeout_s)
+    if store is not None:
+        raise Config("an endpoint is found through a store, or at an address, and not both")
+    return Address.parse(address)
+
+
+def _bytes(secret: str | bytes | None) -> bytes | None:
+    return secret.encode() if isinstance(secret, str) else secret
 
 
 def _store(given: dist.Store | None, timeout_s: float) -> dist.Store:

@@ -15,6 +15,8 @@ pub struct Client {
     sent: HashMap<u64, u64>,
     /// Calls that were not sent, the most urgent first, then the oldest.
     queue: BTreeSet<(Priority, u64)>,
+    /// When calls that can be abandoned become late, and which.
+    deadlines: BTreeSet<(Time, u64)>,
     /// How many calls were sent on each lane.
     next: [u64; 2],
     /// On which lanes the server has answered our good-bye.
@@ -140,6 +142,13 @@ pub enum ClientAction {
         /// How urgent.
         priority: Priority,
     },
+    /// The transfers of a call that run have another priority from now on.
+    Reprioritise {
+        /// The call.
+        call: u64,
+        /// How urgent.
+        priority: Priority,
+    },
     /// Tell the caller. Bodies that the driver has copied may still be on their way.
     End(u64, Ended),
     /// Nothing is on its way for a call that has ended: forget it.
@@ -155,6 +164,7 @@ impl Default for Client {
             calls: BTreeMap::new(),
             sent: HashMap::new(),
             queue: BTreeSet::new(),
+            deadlines: BTreeSet::new(),
             next: [0; 2],
             byes: BTreeSet::new(),
             free: BTreeSet::new(),
@@ -188,7 +198,7 @@ impl Client {
         matches!(self.phase, Phase::Over(_))
     }
 
-    /// A caller makes a call, under a new number that is larger than all before.
+    /// A caller makes a call, under a new number; of one priority the least goes first.
     pub fn ask(&mut self, call: u64, ask: Ask) {
         debug_assert!(ask.name.len() <= Record::MAX_NAME, "checked by the driver");
         match self.phase {
@@ -197,11 +207,24 @@ impl Client {
                 let (body, reply) = (Transfer::NotYet, Transfer::NotYet);
                 let made = Call { ask, sent: None, body, may_go: false, reply, outcome: None, is_abandoned: false };
                 self.calls.insert(call, made);
+                self.time(call);
                 self.fill();
             }
             Phase::Closing(why) | Phase::Leaving(why) | Phase::Over(why) => {
                 self.actions.extend([ClientAction::End(call, why), ClientAction::Forget(call)]);
             }
+        }
+    }
+
+    /// Gives a call another priority, for what of it has not left. What the server knows of it stays.
+    pub fn reprioritise(&mut self, call: u64, priority: Priority) {
+        let Some(known) = self.calls.get_mut(&call) else { return };
+        let before = std::mem::replace(&mut known.ask.priority, priority);
+        if known.sent.is_none() {
+            self.queue.remove(&(before, call));
+            self.queue.insert((priority, call));
+        } else if known.body == Transfer::Runs || known.reply == Transfer::Runs {
+            self.actions.push_back(ClientAction::Reprioritise { call, priority });
         }
     }
 
@@ -217,6 +240,7 @@ impl Client {
     pub fn lost(&mut self, why: Ended) {
         self.phase = Phase::Over(why);
         self.queue.clear();
+        self.deadlines.clear();
         self.sent.clear();
         for (number, call) in std::mem::take(&mut self.calls) {
             if !call.is_abandoned {
@@ -252,7 +276,7 @@ impl Client {
                     self.phase = Phase::Closing(Ended::ServerCloses);
                 }
                 for (_, number) in std::mem::take(&mut self.queue) {
-                    self.calls.remove(&number);
+                    self.remove(number);
                     let end = ClientAction::End(number, Ended::ServerCloses);
                     self.actions.extend([end, ClientAction::Forget(number)]);
                 }
@@ -276,6 +300,7 @@ impl Client {
     pub fn sent(&mut self, call: u64) {
         if let Some(known) = self.calls.get_mut(&call) {
             known.body = Transfer::Done;
+            self.time(call);
             self.check_end(call);
         }
     }
@@ -291,26 +316,27 @@ impl Client {
     /// When [`Client::handle_timeout`] is due.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Time> {
-        self.calls.values().filter(|call| call.can_be_abandoned()).filter_map(|call| call.ask.deadline).min()
+        self.deadlines.first().map(|(by, _)| *by)
     }
 
     /// Ends the calls that take too long. A body in its caller's memory that has begun to leave, and a reply that comes, are finished
     /// first: the other side is ready for them.
     pub fn handle_timeout(&mut self, now: Time) {
-        let is_late = |call: &Call| call.can_be_abandoned() && call.ask.deadline.is_some_and(|by| by <= now);
-        let late: Vec<u64> = self.calls.iter().filter(|(_, call)| is_late(call)).map(|(number, _)| *number).collect();
-        for number in late {
-            let call = self.calls.get_mut(&number).expect("just seen");
+        while let Some(&(by, number)) = self.deadlines.first()
+            && by <= now
+        {
+            let call = self.calls.get_mut(&number).expect("it has not ended");
             let end = Ended::Late { was_sent: call.sent.is_some() };
             self.actions.push_back(ClientAction::End(number, end));
             match call.sent {
                 Some((id, _)) => {
                     call.is_abandoned = true;
+                    self.time(number);
                     self.actions.push_back(ClientAction::Say(Lane::of_call(id), Record::Cancel { id }));
                 }
                 None => {
                     self.queue.remove(&(call.ask.priority, number));
-                    self.calls.remove(&number);
+                    self.remove(number);
                     self.actions.push_back(ClientAction::Forget(number));
                 }
             }
@@ -328,7 +354,7 @@ impl Client {
             let Ask { kind, body, room, exact, .. } = call.ask;
             let most = if kind == Kind::Push { limits.push } else { limits.request };
             if body > most {
-                self.calls.remove(&number);
+                self.remove(number);
                 self.actions.extend([ClientAction::End(number, Ended::TooLarge(most)), ClientAction::Forget(number)]);
                 continue;
             }
@@ -362,10 +388,13 @@ impl Client {
 
     fn withdrawn(&mut self, id: u64) -> Result<(), Fault> {
         let (number, call) = self.call(id)?;
-        if !call.is_abandoned || !call.may_go || call.body != Transfer::NotYet {
+        if !call.is_abandoned || !call.may_go || call.body == Transfer::Runs {
             return Err(Fault("a call that was not withdrawn before its body could leave"));
         }
-        self.transmit(number);
+        // A body that was copied when it was sent may still have been on its way: the server drops that.
+        if call.body == Transfer::NotYet {
+            self.transmit(number);
+        }
         Ok(())
     }
 
@@ -375,6 +404,7 @@ impl Client {
         let (_, slot) = call.sent.expect("it was sent");
         let (len, priority) = (call.ask.body, call.ask.priority);
         let zeros = call.is_abandoned;
+        self.time(number);
         self.actions.push_back(ClientAction::Transmit { call: number, slot, len, priority, zeros });
     }
 
@@ -399,6 +429,7 @@ impl Client {
             let target = if outcome == Outcome::Done && !call.is_abandoned { target } else { Target::Own };
             self.actions.push_back(ClientAction::Receive { call: number, slot, len, target, priority });
         }
+        self.time(number);
         self.check_end(number);
         Ok(())
     }
@@ -410,7 +441,7 @@ impl Client {
         if call.body == Transfer::Runs || call.reply == Transfer::Runs {
             return;
         }
-        let call = self.calls.remove(&number).expect("just seen");
+        let call = self.remove(number);
         let (id, slot) = call.sent.expect("it has a reply");
         self.sent.remove(&id);
         self.free.insert(slot);
@@ -421,6 +452,24 @@ impl Client {
         self.actions.push_back(ClientAction::Forget(number));
         self.fill();
         self.end_when_idle();
+    }
+
+    /// Notes when a call becomes late, if it still can. Follows every change of that.
+    fn time(&mut self, number: u64) {
+        let call = &self.calls[&number];
+        let Some(by) = call.ask.deadline else { return };
+        match call.can_be_abandoned() {
+            true => self.deadlines.insert((by, number)),
+            false => self.deadlines.remove(&(by, number)),
+        };
+    }
+
+    fn remove(&mut self, number: u64) -> Call {
+        let call = self.calls.remove(&number).expect("it has not ended");
+        if let Some(by) = call.ask.deadline {
+            self.deadlines.remove(&(by, number));
+        }
+        call
     }
 
     fn end_when_idle(&mut self) {

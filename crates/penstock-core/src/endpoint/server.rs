@@ -28,6 +28,10 @@ struct Session {
     /// The number of its next call on each lane.
     next: [u64; 2],
     calls: BTreeMap<u64, Called>,
+    /// Calls whose body waits for room, the most urgent first, then the oldest: urgency, order, call.
+    waiting: BTreeSet<(Priority, u64, u64)>,
+    /// Slots of calls whose reply is not on its way yet.
+    busy: BTreeSet<u32>,
     /// Bytes of bodies and replies that are here for it.
     held: u64,
     /// Of these, bytes of replies that it has not taken.
@@ -281,7 +285,7 @@ impl Server {
     pub fn take(&mut self) -> Option<Asked> {
         let may_run = |client: &u32| {
             let session = &self.sessions[client];
-            let leaving = session.calls.values().filter(|called| matches!(called.stage, Stage::Leaves)).count();
+            let leaving = session.calls.len() - session.busy.len();
             session.untaken < self.limits.in_flight.max(1) && leaving < MOST_LEAVING * self.limits.calls as usize
         };
         let turn = *self.ready.iter().find(|(_, _, client, _)| may_run(client))?;
@@ -332,8 +336,7 @@ impl Server {
         if id != lane.call(session.next[lane as usize]) {
             return Err(Fault("a call out of turn"));
         }
-        let is_busy = |called: &Called| called.slot == slot && !matches!(called.stage, Stage::Leaves);
-        if slot >= limits.calls || session.calls.values().any(is_busy) {
+        if slot >= limits.calls || session.busy.contains(&slot) {
             return Err(Fault("more calls than the server takes"));
         }
         if session.calls.len() >= MOST_CALLS * limits.calls as usize {
@@ -357,12 +360,17 @@ impl Server {
         let follows = body > 0 && body <= INLINE;
         let stage = Stage::Waits;
         let called = Called { slot, kind, name, body, room, exact, priority, order: self.order, stage };
-        self.sessions.get_mut(&client).expect("looked at").calls.insert(id, called);
+        let session = self.sessions.get_mut(&client).expect("looked at");
+        session.calls.insert(id, called);
+        session.busy.insert(slot);
         match ends {
             _ if follows => self.receive(client, id, ends),
             Some((outcome, text)) => self.reply(client, id, outcome, text),
             None if body == 0 => self.make_ready(client, id),
-            None => self.grant(client),
+            None => {
+                session.waiting.insert((priority, self.order, id));
+                self.grant(client);
+            }
         }
         Ok(())
     }
@@ -392,7 +400,7 @@ impl Server {
 
     fn bye(&mut self, client: u32, lane: Lane) -> Result<(), Fault> {
         let session = self.sessions.get_mut(&client).expect("looked at");
-        if session.calls.values().any(|called| !matches!(called.stage, Stage::Leaves)) {
+        if !session.busy.is_empty() {
             return Err(Fault("a good-bye before the end of its calls"));
         }
         session.byes.insert(lane);
@@ -430,9 +438,8 @@ impl Server {
     fn grant(&mut self, client: u32) {
         loop {
             let session = &self.sessions[&client];
-            let waiting = session.calls.iter().filter(|(_, called)| matches!(called.stage, Stage::Waits));
-            let Some((&id, called)) = waiting.min_by_key(|(_, called)| (called.priority, called.order)) else { return };
-            if session.held.saturating_add(called.body) > self.limits.in_flight {
+            let Some(&(.., id)) = session.waiting.first() else { return };
+            if session.held.saturating_add(session.calls[&id].body) > self.limits.in_flight {
                 return;
             }
             // The place is there before the client hears of it.
@@ -444,6 +451,7 @@ impl Server {
     fn receive(&mut self, client: u32, id: u64, ends: Option<(Outcome, String)>) {
         let session = self.sessions.get_mut(&client).expect("it has called");
         let called = session.calls.get_mut(&id).expect("it has called");
+        session.waiting.remove(&(called.priority, called.order, id));
         called.stage = Stage::Arrives { ends };
         session.held += called.body;
         let (slot, len, priority) = (called.slot, called.body, called.priority);
@@ -478,10 +486,12 @@ impl Server {
     fn leave(&mut self, client: u32, id: u64, outcome: Outcome, len: u64, text: Option<String>) {
         self.say(client, Lane::of_call(id), Record::Reply { id, outcome, len });
         let session = self.sessions.get_mut(&client).expect("it has called");
+        let called = session.calls.get_mut(&id).expect("it has called");
+        session.waiting.remove(&(called.priority, called.order, id));
+        session.busy.remove(&called.slot);
         if len == 0 {
             session.calls.remove(&id);
         } else {
-            let called = session.calls.get_mut(&id).expect("it has called");
             called.stage = Stage::Leaves;
             session.held += len;
             session.untaken += len;

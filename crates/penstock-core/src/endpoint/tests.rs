@@ -6,6 +6,9 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 const LIMITS: Limits = Limits { calls: 4, request: 20_000, push: 100_000, in_flight: 150_000 };
 
+/// Messages of up to this length may be copied when they are sent.
+const COPIED: u64 = 32 * 1024;
+
 /// What may happen next; ties are broken by the order of planning.
 #[derive(Clone, Debug)]
 enum Event {
@@ -158,8 +161,10 @@ impl World {
             assert_eq!(bytes.len(), len, "the next message under a tag has another length than its place");
             let (there, back) = (self.delay(), self.delay());
             let from = if to == Side::Server { Side::Client } else { Side::Server };
+            // What is copied when it is sent counts as taken then.
+            let is_copied = len <= COPIED && self.random.bool();
             self.plan(there, Event::Arrived(to, client, receiver, bytes));
-            self.plan(there + back, Event::Taken(from, client, sender, len));
+            self.plan(if is_copied { 0 } else { there + back }, Event::Taken(from, client, sender, len));
         }
     }
 
@@ -217,7 +222,7 @@ impl World {
                     ClientAction::End(call, end) => {
                         assert!(self.clients[client].ends.insert(call, end).is_none(), "a call ends once");
                     }
-                    ClientAction::Forget(_) => {}
+                    ClientAction::Forget(_) | ClientAction::Reprioritise { .. } => {}
                     ClientAction::Leave => self.clients[client].has_left = true,
                 }
             }
@@ -249,6 +254,9 @@ impl World {
         let call = self.next_call;
         self.clients[client].asks.insert(call, ask.clone());
         self.clients[client].machine.ask(call, ask);
+        // Of this client, of another, or none any more.
+        let (other, priority) = (self.random.u64(1..=call), Priority(self.random.i32(-3..3)));
+        self.clients[client].machine.reprioritise(other, priority);
         if let Some(by) = deadline {
             self.plan(by.0 - now, Event::Deadline(client));
         }
@@ -346,6 +354,7 @@ impl World {
             // A driver looks at the time after everything that it does.
             for client in self.clients.iter_mut().filter(|client| !client.is_dead) {
                 client.machine.handle_timeout(Time(self.now));
+                assert!(client.machine.next_deadline().is_none_or(|by| by > Time(self.now)));
             }
             if !is_look || has_come.is_some() {
                 self.carry_out();
@@ -636,4 +645,42 @@ fn withdrawn_twice() {
     );
     let twice = said(Record::Cancel { id: 0 });
     assert!(matches!(twice[..], [ServerAction::Break { client: 0, .. }]), "{twice:?}");
+}
+
+/// A call that gets another priority while it waits goes in its new place; one whose bytes travel is told to its driver; one that has
+/// ended is nobody's.
+#[test]
+fn a_call_gets_another_priority() {
+    let mut client = Client::default();
+    let ask = |priority, body| {
+        let (kind, name, target) = (Kind::Push, "w".to_owned(), Target::Own);
+        Ask { kind, name, body, room: 0, exact: false, target, priority: Priority(priority), deadline: None }
+    };
+    (1..=4).for_each(|call| client.ask(call, ask(call as i32, 50_000)));
+    client.reprioritise(4, Priority(-9));
+    client.reprioritise(1, Priority(9));
+    let mut heard = |record: Record| {
+        client.record(Lane::Usual, record).expect("what servers say");
+        std::iter::from_fn(|| client.poll()).collect::<Vec<_>>()
+    };
+    let calls = |actions: &[ClientAction]| -> Vec<(u64, Priority)> {
+        let of = |action: &ClientAction| match action {
+            ClientAction::Say(_, Record::Call { id, priority, .. }) => Some((*id, *priority)),
+            _ => None,
+        };
+        actions.iter().filter_map(of).collect()
+    };
+    let sent = heard(Record::Welcome(Limits { calls: 2, ..LIMITS }));
+    assert_eq!(calls(&sent), [(Lane::Urgent.call(0), Priority(-9)), (0, Priority(2))]);
+    assert!(matches!(heard(Record::Go { id: 0 })[..], [ClientAction::Transmit { call: 2, priority: Priority(2), .. }]));
+    client.reprioritise(2, Priority(-1));
+    let told = ClientAction::Reprioritise { call: 2, priority: Priority(-1) };
+    assert_eq!(std::iter::from_fn(|| client.poll()).collect::<Vec<_>>(), [told]);
+    // One that waits for the server's word is sent with its new one.
+    client.reprioritise(4, Priority(5));
+    client.reprioritise(77, Priority(5));
+    assert_eq!(client.poll(), None);
+    let go = Record::Go { id: Lane::Urgent.call(0) };
+    client.record(Lane::Urgent, go).expect("what servers say");
+    assert!(matches!(client.poll(), Some(ClientAction::Transmit { call: 4, priority: Priority(5), .. })));
 }

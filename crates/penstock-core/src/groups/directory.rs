@@ -2,8 +2,11 @@
 
 use penstock_stream::handshake::{Hello, NodeKey};
 use penstock_types::{Generation, GroupId, PeerId};
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
+
+/// Peers that are gone and of whom the reason is kept: more than a job has, in most cases.
+const MOST_GONE: usize = 64;
 
 /// The peers, and the jobs with which they may connect.
 #[derive(Debug)]
@@ -11,6 +14,13 @@ pub(super) struct Directory {
     node: NodeKey,
     peers: Vec<Standing>,
     by_node: HashMap<NodeKey, PeerId>,
+    /// Peers that are gone and that nothing but this directory knows, or a group that has not been left, in the order in which they
+    /// went.
+    gone: VecDeque<PeerId>,
+    /// When there are so many of them, some are forgotten.
+    look_at: usize,
+    /// Numbers of peers that were forgotten, for others.
+    free: Vec<PeerId>,
     /// Secrets that the streams' hand-shakes prove. A job outlives the group that brought it, since groups share streams: it
     /// stays until no peer connects with it any more.
     jobs: HashMap<GroupId, Job>,
@@ -30,6 +40,8 @@ pub(super) struct Standing {
     pub(super) lost: Option<String>,
     /// It is gone because it has left the job in good order.
     pub(super) has_left: bool,
+    /// It is gone, and its state was let go of.
+    is_past: bool,
 }
 
 impl Standing {
@@ -64,7 +76,15 @@ pub enum Admission {
 
 impl Directory {
     pub(super) fn new(node: NodeKey) -> Directory {
-        Directory { node, peers: Vec::new(), by_node: HashMap::new(), jobs: HashMap::new() }
+        Directory {
+            node,
+            peers: Vec::new(),
+            by_node: HashMap::new(),
+            gone: VecDeque::new(),
+            look_at: 2 * MOST_GONE,
+            free: Vec::new(),
+            jobs: HashMap::new(),
+        }
     }
 
     pub(super) fn peer(&self, peer: PeerId) -> &Standing {
@@ -80,10 +100,43 @@ impl Directory {
     }
 
     pub(super) fn add(&mut self, node: NodeKey, who: Arc<str>) -> PeerId {
-        let peer = self.peers.len() as PeerId;
-        self.peers.push(Standing { node, who, linked: false, local: false, lost: None, has_left: false });
+        let standing = Standing { node, who, linked: false, local: false, lost: None, has_left: false, is_past: false };
+        let peer = self.free.pop().unwrap_or(self.peers.len() as PeerId);
+        match self.peers.get_mut(peer as usize) {
+            Some(place) => *place = standing,
+            None => self.peers.push(standing),
+        }
         self.by_node.insert(node, peer);
         peer
+    }
+
+    /// All state of a peer that is gone was let go of. Returns whether it is time for [`Directory::forget`].
+    pub(super) fn is_past(&mut self, peer: PeerId) -> bool {
+        if !std::mem::replace(&mut self.peer_mut(peer).is_past, true) {
+            self.gone.push_back(peer);
+        }
+        self.gone.len() >= self.look_at
+    }
+
+    /// Forgets peers that went long ago, but for members of groups: their numbers are given to others. What a process that comes
+    /// back is told, and why a join with one fails at once, is known of the last [`MOST_GONE`] only.
+    pub(super) fn forget(&mut self, is_member: impl Fn(PeerId) -> bool) {
+        let old = self.gone.len().saturating_sub(MOST_GONE);
+        let kept: VecDeque<PeerId> = self
+            .gone
+            .drain(..old)
+            .filter(|peer| {
+                let stays = is_member(*peer);
+                if !stays {
+                    self.free.push(*peer);
+                }
+                stays
+            })
+            .collect();
+        let free: HashSet<PeerId> = self.free.iter().copied().collect();
+        self.by_node.retain(|_, peer| !free.contains(peer));
+        self.gone.extend(kept);
+        self.look_at = 2 * self.gone.len().max(MOST_GONE);
     }
 
     /// A process is lost. If it may still be alive, a later group that has it as a member connects to it anew, as another peer.
@@ -149,5 +202,51 @@ impl Directory {
             }
             _ => unauthenticated(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of thousands of processes that come and go, the last ones stay known, and members of groups; the numbers of the others are
+    /// used again, and none by two at a time.
+    #[test]
+    fn those_that_went_long_ago_are_forgotten() {
+        let mut directory = Directory::new([0; 16]);
+        let node = |number: u64| {
+            let mut node = [1; 16];
+            node[..8].copy_from_slice(&number.to_le_bytes());
+            node
+        };
+        let mut lives: HashMap<PeerId, u64> = HashMap::new();
+        let member = directory.add(node(u64::MAX), "a member".into());
+        for number in 0..5000 {
+            let peer = directory.add(node(number), "a peer".into());
+            assert!(lives.insert(peer, number).is_none() && peer != member, "a number of two peers");
+            assert!(!directory.peer(peer).linked && directory.peer(peer).lost.is_none(), "like new");
+            if number == 100 {
+                directory.is_lost(member, "it is lost", true);
+                directory.is_past(member);
+            }
+            if number >= 10 {
+                let goes = directory.known(&node(number - 10)).expect("it lives");
+                directory.is_lost(goes, "it is lost", number % 2 == 0);
+                lives.remove(&goes);
+                let is_due = directory.is_past(goes);
+                assert_eq!(directory.is_past(goes), is_due, "once");
+                if is_due {
+                    directory.forget(|peer| peer == member);
+                }
+            }
+            assert!(lives.iter().all(|(peer, number)| directory.known(&node(*number)) == Some(*peer)));
+        }
+        assert_eq!(directory.known(&node(u64::MAX)), Some(member));
+        assert_eq!(directory.peer(member).lost.as_deref(), Some("it is lost"));
+        // One that died a moment ago is known still.
+        let last = directory.known(&node(4988)).expect("known");
+        assert!(directory.peer(last).lost.is_some());
+        assert_eq!(directory.known(&node(12)), None, "long ago");
+        assert!(directory.peers.len() < 3 * MOST_GONE, "{}", directory.peers.len());
     }
 }

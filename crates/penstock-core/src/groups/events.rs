@@ -78,6 +78,10 @@ impl<B, K> Groups<B, K> {
         self.common.unjoined.overtaken.forget_peer(peer);
         host.machine(peer).end();
         self.common.directory.no_longer_connects(peer, None);
+        if self.common.directory.is_past(peer) {
+            let groups = &self.groups;
+            self.common.directory.forget(|peer| groups.values().any(|group| group.members.rank_of(peer).is_some()));
+        }
     }
 
     /// Something happened at a peer.

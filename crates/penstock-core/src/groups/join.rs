@@ -43,7 +43,8 @@ impl<B, K> Groups<B, K> {
         self.common.directory.known(node)
     }
 
-    /// A process becomes a peer; `who` is how messages call it. Peers are numbered from 0 on.
+    /// A process becomes a peer; `who` is how messages call it. Peers are numbered from 0 on; the number of one that went long ago is
+    /// used again ([`Groups::forget_peer`]).
     pub fn add_peer(&mut self, node: NodeKey, who: Arc<str>) -> PeerId {
         self.common.directory.add(node, who)
     }

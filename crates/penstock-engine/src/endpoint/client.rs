@@ -1,6 +1,6 @@
 //! A client: its thread, and the calls that callers make.
 
-use super::link::{Link, SERVER, Span};
+use super::link::{self, Link, SERVER, Span, Way};
 use super::memory::{Memory, Spare};
 use super::server::MOST_BYTES;
 use crate::engine::Engine;
@@ -11,7 +11,8 @@ use penstock_core::endpoint::{self, ClientAction, Ended, INLINE, Kind, Lane, Out
 use penstock_types::{Failure, FailureKind, Priority, Time};
 use std::any::Any;
 use std::collections::HashMap;
-use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -21,6 +22,8 @@ pub struct Client {
     input: mpsc::Sender<Input>,
     /// How messages call the server.
     server: Arc<str>,
+    /// The number of the last call.
+    last: AtomicU64,
 }
 
 /// A call to make.
@@ -57,6 +60,7 @@ impl std::fmt::Debug for Ask {
 /// A call that was made.
 #[derive(Clone, Debug)]
 pub struct Work {
+    call: u64,
     ticket: Ticket,
     reply: Arc<Mutex<Option<Arc<Memory>>>>,
 }
@@ -66,6 +70,12 @@ impl Work {
     #[must_use]
     pub fn ticket(&self) -> &Ticket {
         &self.ticket
+    }
+
+    /// The same call, for a holder that must not keep its reply alive.
+    #[must_use]
+    pub fn without_reply(&self) -> Work {
+        Work { reply: Arc::default(), ..self.clone() }
     }
 
     /// The reply of a call without [`Ask::into`] that has ended well. `None`: it has no bytes.
@@ -83,7 +93,8 @@ enum Input {
     Sent(u64),
     Received(u64),
     Lost(Failure),
-    Ask(Box<Made>),
+    Ask(u64, Box<Made>),
+    Reprioritise(u64, Priority),
     Close(Duration, Ticket),
 }
 
@@ -97,6 +108,8 @@ struct Made {
     copy: Option<Arc<Memory>>,
     /// The reply or text in the engine's memory.
     own: Option<Arc<Memory>>,
+    /// Its transfers that have begun.
+    transfers: Vec<Ticket>,
     reply: Arc<Mutex<Option<Arc<Memory>>>>,
     promise: Promise,
     keep: Option<Box<dyn Any + Send>>,
@@ -129,13 +142,11 @@ impl Client {
             link: Link::new(group.clone(), SERVER),
             server: server.clone(),
             made: HashMap::new(),
-            next: 0,
             spare: Spare::default(),
             epoch: Instant::now(),
             connects: Some(timeout),
             welcomed: Some(welcomed.promise()),
             input: input.clone(),
-            is_leaving: false,
             why_lost: String::new(),
             is_cut_off: false,
             closing: None,
@@ -148,7 +159,7 @@ impl Client {
         )?;
         let to = input.clone();
         joined.on_done(move |result| drop(to.send(Input::Joined(result.clone()))));
-        Ok((Client { input, server }, welcomed))
+        Ok((Client { input, server, last: AtomicU64::new(0) }, welcomed))
     }
 
     /// Makes a call. Returns at once.
@@ -159,7 +170,8 @@ impl Client {
     #[must_use]
     pub unsafe fn ask(&self, ask: Ask) -> Work {
         let Ask { kind, name, body, len, into, room, priority, timeout, keep } = ask;
-        let work = Work { ticket: Ticket::default(), reply: Arc::default() };
+        let call = 1 + self.last.fetch_add(1, Ordering::Relaxed);
+        let work = Work { call, ticket: Ticket::default(), reply: Arc::default() };
         let (room, exact) = into.map_or((room, false), |(_, len)| (len, true));
         let wrong = match () {
             () if name.len() > Record::MAX_NAME => Some(format!("its name has more than {} bytes", Record::MAX_NAME)),
@@ -183,11 +195,19 @@ impl Client {
         let room = room.min(MOST_BYTES);
         let ask = endpoint::Ask { kind, name, body: len, room, exact, target, priority, deadline: None };
         let (reply, promise) = (work.reply.clone(), work.ticket.promise());
-        let made = Made { ask, timeout, body, into, copy, own: None, reply, promise, keep };
-        if let Err(mpsc::SendError(Input::Ask(made))) = self.input.send(Input::Ask(Box::new(made))) {
+        let made = Made { ask, timeout, body, into, copy, own: None, transfers: Vec::new(), reply, promise, keep };
+        if let Err(mpsc::SendError(Input::Ask(_, made))) = self.input.send(Input::Ask(call, Box::new(made))) {
             made.promise.complete(Err(made.failure(&self.server, Ended::Closed, "")));
         }
         work
+    }
+
+    /// Gives a call another priority: in the queue of calls that were not sent, and for bytes that have not left. The server is not
+    /// told. Nothing happens if the call has ended.
+    pub fn reprioritise(&self, work: &Work, priority: Priority) {
+        if check_fork().is_ok() {
+            drop(self.input.send(Input::Reprioritise(work.call, priority)));
+        }
     }
 
     /// Ends the connection when the calls that were made have ended, but after `grace` at the latest. The ticket completes then.
@@ -213,7 +233,6 @@ struct Driver {
     link: Link,
     server: Arc<str>,
     made: HashMap<u64, Made>,
-    next: u64,
     spare: Spare,
     epoch: Instant,
     /// How long it may take to connect, until the server has said what it takes.
@@ -221,8 +240,6 @@ struct Driver {
     /// Whom to tell that the server has said what it takes.
     welcomed: Option<Promise>,
     input: mpsc::Sender<Input>,
-    /// All is said: the group is left when it is taken.
-    is_leaving: bool,
     why_lost: String,
     /// The time for calls to end is over.
     is_cut_off: bool,
@@ -232,19 +249,13 @@ struct Driver {
 
 impl Driver {
     fn run(&mut self, inputs: mpsc::Receiver<Input>) {
-        loop {
-            let input = match self.deadline() {
-                Some(by) => inputs.recv_timeout(by.saturating_duration_since(Instant::now())),
-                None => inputs.recv().map_err(|_| RecvTimeoutError::Disconnected),
-            };
-            match input {
-                Ok(input) => self.handle(input),
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return,
+        while let Ok(input) = link::next(&inputs, self.deadline()) {
+            if let Some(input) = input {
+                self.handle(input);
             }
             self.expire();
             self.carry_out();
-            if self.closing.is_some() && self.machine.is_over() && !self.is_leaving {
+            if self.closing.is_some() && self.machine.is_over() && !self.link.is_leaving {
                 let (_, tickets) = self.closing.take().expect("just seen");
                 return self.hang_up(inputs, &tickets);
             }
@@ -258,7 +269,7 @@ impl Driver {
         closing.iter().for_each(|ticket| ticket.complete(Ok(())));
         for input in late {
             match input {
-                Input::Ask(made) => made.promise.complete(Err(made.failure(&self.server, Ended::Closed, ""))),
+                Input::Ask(_, made) => made.promise.complete(Err(made.failure(&self.server, Ended::Closed, ""))),
                 Input::Close(_, ticket) => ticket.complete(Ok(())),
                 _ => {}
             }
@@ -268,13 +279,8 @@ impl Driver {
     fn handle(&mut self, input: Input) {
         match input {
             Input::Joined(Ok(())) => {
-                let (watch, input) = (Ticket::default(), self.input.clone());
-                watch.on_done(move |result| {
-                    if let Err(failure) = result {
-                        drop(input.send(Input::Lost(failure.clone())));
-                    }
-                });
-                self.link.group.watch(watch);
+                let input = self.input.clone();
+                self.link.on_lost(move |failure| drop(input.send(Input::Lost(failure))));
                 Lane::ALL.into_iter().for_each(|lane| self.hear(lane));
             }
             Input::Joined(Err(failure)) | Input::Lost(failure) => self.lost(failure),
@@ -282,18 +288,20 @@ impl Driver {
             Input::Heard(_, Err(_)) => {}
             Input::Heard(lane, Ok(bytes)) => self.heard(lane, &bytes),
             Input::Said => {
-                self.link.saying -= 1;
-                self.leave_if_said();
+                self.link.said();
+                if self.link.is_leaving {
+                    self.link.leave_if_said();
+                }
             }
             Input::Sent(call) => self.machine.sent(call),
             Input::Received(call) => self.machine.received(call),
-            Input::Ask(mut made) => {
-                self.next += 1;
+            Input::Ask(call, mut made) => {
                 let now = self.now();
                 made.ask.deadline = Some(now.plus(u64::try_from(made.timeout.as_nanos()).unwrap_or(u64::MAX)));
-                self.machine.ask(self.next, made.ask.clone());
-                self.made.insert(self.next, *made);
+                self.machine.ask(call, made.ask.clone());
+                self.made.insert(call, *made);
             }
+            Input::Reprioritise(call, priority) => self.machine.reprioritise(call, priority),
             Input::Close(grace, ticket) => {
                 self.machine.close();
                 let by = Instant::now() + grace;
@@ -360,7 +368,7 @@ impl Driver {
                     self.link.say(lane, &record, move || drop(input.send(Input::Said)));
                 }
                 ClientAction::Transmit { call, slot, len, priority, zeros } => {
-                    let made = &self.made[&call];
+                    let made = self.made.get_mut(&call).expect("it runs");
                     let own = if zeros { Memory::zeros(len) } else { made.copy.clone() };
                     if zeros && own.is_none() {
                         self.break_off("this process has no memory for zeros in the place of a call that was late");
@@ -369,9 +377,8 @@ impl Driver {
                     let span = own.as_ref().map_or(made.body, |own| Span::of(own));
                     let input = self.input.clone();
                     // The call keeps the caller's memory until this has ended.
-                    self.link.send(slot, priority, span, own, move |is_taken| {
-                        drop(is_taken.then(|| input.send(Input::Sent(call))));
-                    });
+                    let sent = move || drop(input.send(Input::Sent(call)));
+                    made.transfers.push(self.link.transfer(Way::Out, (slot, priority), span, own, sent));
                 }
                 ClientAction::Receive { call, slot, len, target, priority } => {
                     let made = self.made.get_mut(&call).expect("it runs");
@@ -383,16 +390,16 @@ impl Driver {
                     }
                     let span = made.own.as_ref().map_or_else(|| made.into.expect("its caller's"), |own| Span::of(own));
                     let input = self.input.clone();
-                    self.link.receive(slot, priority, span, made.own.clone(), move |is_here| {
-                        drop(is_here.then(|| input.send(Input::Received(call))));
-                    });
+                    let (own, received) = (made.own.clone(), move || drop(input.send(Input::Received(call))));
+                    made.transfers.push(self.link.transfer(Way::In, (slot, priority), span, own, received));
+                }
+                ClientAction::Reprioritise { call, priority } => {
+                    let transfers = self.made.get(&call).into_iter().flat_map(|made| &made.transfers);
+                    transfers.for_each(|ticket| self.link.group.reprioritise(ticket, priority));
                 }
                 ClientAction::End(call, ended) => self.end(call, ended),
                 ClientAction::Forget(call) => drop(self.made.remove(&call)),
-                ClientAction::Leave => {
-                    self.is_leaving = true;
-                    self.leave_if_said();
-                }
+                ClientAction::Leave => drop(self.link.leave_if_said()),
             }
         }
     }
@@ -409,14 +416,6 @@ impl Driver {
         let keep = made.keep.take();
         made.promise.complete(result);
         drop(keep);
-    }
-
-    /// Leaves the group once our last words were taken.
-    fn leave_if_said(&mut self) {
-        if self.is_leaving && self.link.saying == 0 {
-            self.is_leaving = false;
-            self.link.group.leave();
-        }
     }
 
     fn now(&self) -> Time {

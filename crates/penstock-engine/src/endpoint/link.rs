@@ -3,11 +3,14 @@
 use super::memory::Memory;
 use crate::group::Group;
 use crate::runtime::Call;
+use crate::ticket::Ticket;
 use penstock_core::endpoint::{Lane, Record, slot_tag};
 use penstock_plan::Collective;
 use penstock_stream::fingerprint::{Fingerprint, Name};
 use penstock_types::{DType, Failure, Priority, ReduceOp};
 use std::any::Any;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Instant;
 
 /// The server's rank in the group of a connection, and the client's.
 pub(super) const SERVER: u32 = 0;
@@ -20,6 +23,15 @@ pub(super) struct Link {
     other: u32,
     /// Records of ours that were not taken.
     pub(super) saying: usize,
+    /// All is said: the group is left when it is taken.
+    pub(super) is_leaving: bool,
+}
+
+/// Which way the bytes of a call go.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Way {
+    Out,
+    In,
 }
 
 /// Bytes of a message.
@@ -40,7 +52,18 @@ impl Span {
 
 impl Link {
     pub(super) fn new(group: Group, other: u32) -> Link {
-        Link { group, other, saying: 0 }
+        Link { group, other, saying: 0, is_leaving: false }
+    }
+
+    /// `lost` is called once the group has failed.
+    pub(super) fn on_lost(&self, lost: impl FnOnce(Failure) + Send + 'static) {
+        let watch = Ticket::default();
+        watch.on_done(move |result| {
+            if let Err(failure) = result {
+                lost(failure.clone());
+            }
+        });
+        self.group.watch(watch);
     }
 
     /// Sends a record. `done` is called on the engine's thread, as below.
@@ -49,6 +72,20 @@ impl Link {
         let memory = Memory::copy(&record.encode());
         let to = Collective::Send { to: self.other };
         self.start(to, lane.tag(), lane.priority(), Span::of(&memory), memory, move |_| done());
+    }
+
+    /// A record of ours was taken.
+    pub(super) fn said(&mut self) {
+        self.saying -= 1;
+    }
+
+    /// Leaves the group once all our words were taken. Returns whether it has left; until then it is to be called again.
+    pub(super) fn leave_if_said(&mut self) -> bool {
+        self.is_leaving = self.saying > 0;
+        if !self.is_leaving {
+            self.group.leave();
+        }
+        !self.is_leaving
     }
 
     /// Receives the next record of a lane.
@@ -62,30 +99,25 @@ impl Link {
         });
     }
 
-    /// Sends the bytes of a call; `keep` owns them. `done` gets whether they were taken.
-    pub(super) fn send<K: Any + Send>(
+    /// Sends or receives the bytes of a call; `keep` owns them. `done` is called when they were taken, or are here, and never if the
+    /// group fails before.
+    pub(super) fn transfer<K: Any + Send>(
         &self,
-        slot: u32,
-        priority: Priority,
+        way: Way,
+        (slot, priority): (u32, Priority),
         bytes: Span,
         keep: K,
-        done: impl FnOnce(bool) + Send + 'static,
-    ) {
-        let to = Collective::Send { to: self.other };
-        self.start(to, slot_tag(slot), priority, bytes, keep, move |result| done(result.is_ok()));
-    }
-
-    /// Receives the bytes of a call.
-    pub(super) fn receive<K: Any + Send>(
-        &self,
-        slot: u32,
-        priority: Priority,
-        bytes: Span,
-        keep: K,
-        done: impl FnOnce(bool) + Send + 'static,
-    ) {
-        let from = Collective::Recv { from: self.other };
-        self.start(from, slot_tag(slot), priority, bytes, keep, move |result| done(result.is_ok()));
+        done: impl FnOnce() + Send + 'static,
+    ) -> Ticket {
+        let collective = match way {
+            Way::Out => Collective::Send { to: self.other },
+            Way::In => Collective::Recv { from: self.other },
+        };
+        self.start(collective, slot_tag(slot), priority, bytes, keep, move |result| {
+            if result.is_ok() {
+                done();
+            }
+        })
     }
 
     fn start<K: Any + Send>(
@@ -96,7 +128,7 @@ impl Link {
         Span { address, len }: Span,
         keep: K,
         done: impl FnOnce(&Result<(), Failure>) + Send + 'static,
-    ) {
+    ) -> Ticket {
         let call = Call {
             collective,
             fingerprint: Fingerprint::new(Name::PointToPoint, None, DType::U8, None, len),
@@ -115,6 +147,21 @@ impl Link {
             keep: Some(Box::new(keep)),
         };
         // SAFETY: `keep` owns the bytes. What is received is read after its end, and what is sent is not written before.
-        unsafe { self.group.start(call) }.on_done(done);
+        let ticket = unsafe { self.group.start(call) };
+        ticket.on_done(done);
+        ticket
+    }
+}
+
+/// The next input of a thread that has something to do at a time; `None`: it is that time.
+///
+/// # Errors
+/// Nobody is left who could send one.
+pub(super) fn next<I>(inputs: &mpsc::Receiver<I>, by: Option<Instant>) -> Result<Option<I>, mpsc::RecvError> {
+    let Some(by) = by else { return inputs.recv().map(Some) };
+    match inputs.recv_timeout(by.saturating_duration_since(Instant::now())) {
+        Ok(input) => Ok(Some(input)),
+        Err(RecvTimeoutError::Timeout) => Ok(None),
+        Err(RecvTimeoutError::Disconnected) => Err(mpsc::RecvError),
     }
 }

@@ -1,6 +1,6 @@
 //! A server: its thread, and the calls that handlers take from it.
 
-use super::link::{CLIENT, Link, Span};
+use super::link::{self, CLIENT, Link, Span, Way};
 use super::memory::{Memory, Spare};
 use crate::engine::Engine;
 use crate::group::Group;
@@ -12,7 +12,7 @@ use penstock_types::{Failure, FailureKind, Priority};
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 /// A server. Clients are brought to it one by one ([`Server::accept`]); handlers take calls from it ([`Server::next`]).
@@ -107,6 +107,7 @@ impl Server {
             machine: endpoint::Server::new(limits),
             most_said: 1024 + 8 * limits.calls as usize,
             clients: BTreeMap::new(),
+            joining: VecDeque::new(),
             next_client: 0,
             takers: VecDeque::new(),
             taken: 0,
@@ -244,6 +245,8 @@ struct Driver {
     /// A client that leaves more records unread is cut off: each is kept until it is taken.
     most_said: usize,
     clients: BTreeMap<u32, Connected>,
+    /// Clients that were joining when they were noted here, and until when they may take to, the earliest first.
+    joining: VecDeque<(Instant, u32)>,
     next_client: u32,
     /// Handlers that wait for a call.
     takers: VecDeque<mpsc::Sender<Asked>>,
@@ -257,31 +260,16 @@ struct Driver {
 struct Connected {
     link: Link,
     who: Arc<str>,
-    phase: Phase,
+    is_joining: bool,
     bodies: HashMap<u64, Arc<Memory>>,
     replies: HashMap<u64, Reply>,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Phase {
-    /// Since then.
-    Joins(Instant),
-    Up,
-    /// All is said: the group is left when it is taken.
-    Leaves,
-}
-
 impl Driver {
     fn run(mut self, inputs: &mpsc::Receiver<Input>) {
-        loop {
-            let input = match self.deadline() {
-                Some(by) => inputs.recv_timeout(by.saturating_duration_since(Instant::now())),
-                None => inputs.recv().map_err(|_| RecvTimeoutError::Disconnected),
-            };
-            match input {
-                Ok(input) => self.handle(input),
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return,
+        while let Ok(input) = link::next(inputs, self.deadline()) {
+            if let Some(input) = input {
+                self.handle(input);
             }
             self.expire();
             self.carry_out();
@@ -301,8 +289,10 @@ impl Driver {
             Input::Heard(client, lane, result) => self.heard(client, lane, result),
             Input::Said(client) => {
                 if let Some(known) = self.clients.get_mut(&client) {
-                    known.link.saying -= 1;
-                    self.leave_if_said(client);
+                    known.link.said();
+                    if known.link.is_leaving {
+                        self.leave_if_said(client);
+                    }
                 }
             }
             Input::Received(client, id) => self.machine.received(client, id),
@@ -345,7 +335,8 @@ impl Driver {
         self.next_client += 1;
         let link = Link::new(group, CLIENT);
         let (bodies, replies) = (HashMap::new(), HashMap::new());
-        self.clients.insert(client, Connected { link, who, phase: Phase::Joins(Instant::now()), bodies, replies });
+        self.clients.insert(client, Connected { link, who, is_joining: true, bodies, replies });
+        self.joining.push_back((Instant::now() + JOIN_WITHIN, client));
         let input = self.input.clone();
         joined.on_done(move |result| drop(input.send(Input::Joined(client, result.clone()))));
     }
@@ -359,14 +350,9 @@ impl Driver {
             return;
         }
         log::info!("penstock: endpoint {}: {} is connected", self.name, known.who);
-        known.phase = Phase::Up;
-        let (watch, input) = (Ticket::default(), self.input.clone());
-        watch.on_done(move |result| {
-            if let Err(failure) = result {
-                drop(input.send(Input::Lost(client, failure.clone())));
-            }
-        });
-        known.link.group.watch(watch);
+        known.is_joining = false;
+        let input = self.input.clone();
+        known.link.on_lost(move |failure| drop(input.send(Input::Lost(client, failure))));
         self.machine.connected(client);
         Lane::ALL.into_iter().for_each(|lane| self.hear(client, lane));
     }
@@ -424,12 +410,11 @@ impl Driver {
                     };
                     known.bodies.insert(id, memory.clone());
                     let input = self.input.clone();
-                    known.link.receive(slot, priority, Span::of(&memory), memory, move |is_here| {
-                        drop(is_here.then(|| input.send(Input::Received(client, id))));
-                    });
+                    let received = move || drop(input.send(Input::Received(client, id)));
+                    known.link.transfer(Way::In, (slot, priority), Span::of(&memory), memory, received);
                 }
                 ServerAction::Transmit { client, id, slot, len, priority, text } => {
-                    self.transmit(client, id, (slot, len, priority), text);
+                    self.transmit(client, id, (slot, priority), len, text);
                 }
                 ServerAction::Release { client, id } => {
                     if let Some(known) = self.clients.get_mut(&client) {
@@ -443,20 +428,15 @@ impl Driver {
                     known.link.group.abort_as(FailureKind::Mismatch, &reason);
                     known.link.group.leave();
                 }
-                ServerAction::Leave { client } => {
-                    if let Some(known) = self.clients.get_mut(&client) {
-                        known.phase = Phase::Leaves;
-                        self.leave_if_said(client);
-                    }
-                }
+                ServerAction::Leave { client } => self.leave_if_said(client),
             }
         }
     }
 
-    fn transmit(&mut self, client: u32, id: u64, (slot, len, priority): (u32, u64, Priority), text: Option<String>) {
+    fn transmit(&mut self, client: u32, id: u64, slot: (u32, Priority), len: u64, text: Option<String>) {
         let Some(known) = self.clients.get_mut(&client) else { return };
         let input = self.input.clone();
-        let done = move |is_taken: bool| drop(is_taken.then(|| input.send(Input::Sent(client, id, len))));
+        let done = move || drop(input.send(Input::Sent(client, id, len)));
         let reply = match text {
             Some(text) => Reply::Bytes(text.into_bytes().into()),
             None => known.replies.remove(&id).expect("it was answered"),
@@ -464,10 +444,10 @@ impl Driver {
         match reply {
             Reply::Bytes(bytes) => {
                 let span = Span { address: bytes.as_ptr().cast_mut(), len };
-                known.link.send(slot, priority, span, bytes, done);
+                known.link.transfer(Way::Out, slot, span, bytes, done);
             }
             Reply::Lent { address, keep, .. } => {
-                known.link.send(slot, priority, Span { address: address.cast_mut(), len }, keep, done);
+                known.link.transfer(Way::Out, slot, Span { address: address.cast_mut(), len }, keep, done);
             }
             Reply::Empty => unreachable!("nothing is sent of it"),
         }
@@ -475,10 +455,9 @@ impl Driver {
 
     /// Leaves the group of a client that has left, once our last words were taken.
     fn leave_if_said(&mut self, client: u32) {
-        if self.clients.get(&client).is_some_and(|known| known.phase == Phase::Leaves && known.link.saying == 0) {
+        if self.clients.get_mut(&client).is_some_and(|known| known.link.leave_if_said()) {
             let known = self.clients.remove(&client).expect("just seen");
             log::info!("penstock: endpoint {}: {} has left", self.name, known.who);
-            known.link.group.leave();
         }
     }
 
@@ -498,22 +477,19 @@ impl Driver {
     }
 
     fn deadline(&self) -> Option<Instant> {
-        let joins = self.clients.values().filter_map(|known| match known.phase {
-            Phase::Joins(since) => Some(since + JOIN_WITHIN),
-            _ => None,
-        });
-        joins.chain(self.closing.as_ref().map(|(until, _)| *until)).min()
+        let joins = self.joining.front().map(|(by, _)| *by);
+        [joins, self.closing.as_ref().map(|(until, _)| *until)].into_iter().flatten().min()
     }
 
     fn expire(&mut self) {
         let now = Instant::now();
-        for known in self.clients.values_mut() {
-            if let Phase::Joins(since) = known.phase
-                && now >= since + JOIN_WITHIN
-            {
+        while let Some(&(by, client)) = self.joining.front()
+            && now >= by
+        {
+            self.joining.pop_front();
+            // It fails within a second, or is connected after all.
+            if let Some(known) = self.clients.get(&client).filter(|known| known.is_joining) {
                 known.link.group.expire(JOIN_WITHIN);
-                // It fails within a second, or is connected after all.
-                known.phase = Phase::Joins(now);
             }
         }
         if self.closing.as_ref().is_some_and(|(until, _)| now >= *until) {

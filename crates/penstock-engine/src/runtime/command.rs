@@ -2,7 +2,6 @@
 
 use super::Runtime;
 use super::host::Body;
-use super::local::PeerMemory;
 use crate::stats::Stats;
 use crate::ticket::{Promise, Ticket};
 use penstock_core::groups::{self, Join, Open};
@@ -241,10 +240,9 @@ impl Runtime {
             let is_other = other != rank;
             is_other.then(|| {
                 self.groups.peer_of(&contact.node).unwrap_or_else(|| {
-                    let peer = peers.add(contact.clone());
-                    let known = self.groups.add_peer(contact.node, who.clone());
-                    debug_assert!(peer == known && peer as usize == self.local.peers.len());
-                    self.local.peers.push(PeerMemory::new(contact));
+                    let peer = self.groups.add_peer(contact.node, who.clone());
+                    peers.add(peer, contact.clone());
+                    self.local.add_peer(peer, contact);
                     peers.connect(peer, id, secret.clone());
                     peer
                 })

@@ -75,6 +75,15 @@ impl Local {
         }
     }
 
+    /// A new peer, or one in the place of another that is gone.
+    pub(super) fn add_peer(&mut self, peer: PeerId, contact: Contact) {
+        let memory = PeerMemory::new(contact);
+        match self.peers.get_mut(peer as usize) {
+            Some(place) => *place = memory,
+            None => self.peers.push(memory),
+        }
+    }
+
     pub(super) fn peer_mut(&mut self, peer: PeerId) -> &mut PeerMemory {
         &mut self.peers[peer as usize]
     }

@@ -112,6 +112,11 @@ impl Driver {
         if let Some((hello, features)) = ended {
             let job = hello.as_ref().map(|hello| hello.job);
             if let Some(hello) = hello {
+                if hello.from != self.links[socket.peer.expect("decided") as usize].contact.node {
+                    // The process has gone since, and its number is another's.
+                    socket.peer = None;
+                    return Err(CloseReason::PeerLost);
+                }
                 self.listeners.unauthenticated -= 1;
                 socket.stream = u32::from(hello.stream);
                 let peer = socket.peer.expect("decided");

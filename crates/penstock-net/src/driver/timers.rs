@@ -68,9 +68,18 @@ impl Driver {
             return;
         }
         if self.settings.shared_memory {
-            self.yama.meet(self.peers.added.iter().filter(|one| one.memory_epoch != 0).map(|one| one.process));
+            let added = self.peers.added.iter().map(|(_, contact)| contact);
+            self.yama.meet(added.filter(|one| one.memory_epoch != 0).map(|one| one.process));
         }
-        self.links.extend(self.peers.added.drain(..).map(Link::new));
+        for (peer, contact) in self.peers.added.drain(..) {
+            match self.links.get_mut(peer as usize) {
+                Some(link) => {
+                    debug_assert!(link.finished && link.sockets.is_empty(), "the one before is gone");
+                    *link = Link::new(contact);
+                }
+                None => self.links.push(Link::new(contact)),
+            }
+        }
         let awaited = self.links.iter().filter(|link| !link.was_up && !link.finished);
         let to_come = awaited.map(|link| usize::from(self.streams_to(&link.contact))).sum();
         if let Err(trouble) = make_room(to_come) {

@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import click
 
-from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Page, Part, Picture, Section, Table, series
+from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Part, Picture, Table, series
 from penstock.reports.numbers import milliseconds
 from penstock.tools.bench import machine
-from penstock.tools.bench.options import EVERYTHING, check_files, files, parse_flow, parse_size
-from penstock.tools.bench.output import reporting_errors, result_console, say, write_json, write_report
+from penstock.tools.bench.emulated import Story, link_of, link_options, names_of, publish
+from penstock.tools.bench.options import EVERYTHING, check_files, files, parse_size
+from penstock.tools.bench.output import reporting_errors, say
 from penstock.tools.bench.program import run_program
-from penstock.tools.bench.report import does_not_show
 from penstock.tools.testbed.bed import Loopback
 from penstock.tools.testbed.cluster import Testbed
-from penstock.tools.testbed.link import LinkSpec
 
 
 @click.command()
 @click.option("--size", default="64M", show_default=True, help="Of an all-reduce.")
 @click.option("--pauses", default="0,0.3,1,3", show_default=True, help="Seconds without traffic.")
 @click.option("--backends", default="penstock,gloo", show_default=True)
-@click.option("--rate", type=float, default=1000.0, show_default=True, help="Mbit/s of a link.")
-@click.option("--flow", default="200", show_default=True, help="Mbit/s that one flow gets at most.")
+@link_options
 @click.option("--turns", type=click.IntRange(1), default=11, show_default=True, help="All-reduces after each pause.")
 @click.option("--groups", type=click.IntRange(0), default=5, show_default=True, help="Fresh groups.")
 @click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds for each backend.")
@@ -52,28 +50,30 @@ def command(
     Needs root, for emulated hosts.
     """
     check_files(json_path=json_path, report_path=report_path)
-    if unknown := [backend for backend in backends.split(",") if backend not in _BACKENDS]:
-        raise click.UsageError(f"no backend {', '.join(unknown)}: there are {', '.join(_BACKENDS)}")
+    chosen = names_of("backend", backends, _BACKENDS)
     lengths = _parse_pauses(pauses)
     nbytes = parse_size(size)
     if nbytes % 4:
         raise click.UsageError(f"{nbytes} bytes are no whole number of float32 elements")
-    try:
-        link = LinkSpec(rate_mbit=rate, flow_mbit=parse_flow(flow))
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
+    link = link_of(rate, flow)
     rows: list[Row] = []
     with reporting_errors():
         description = machine.describe()
-        for backend in backends.split(","):
+        for backend in chosen:
             say(f"{backend}, {nbytes} bytes after {pauses} s ...")
             with Testbed(hosts=2, link=link) as bed:
                 rows += measure(
                     bed, backend=backend, nbytes=nbytes, pauses=lengths, turns=turns, groups=groups, timeout_s=timeout
                 )
-        result_console().print(table(rows).for_terminal())
-        write_json(json_path, description, [asdict(row) for row in rows])
-        write_report(report_path, lambda: page(rows, link, description))
+        publish(
+            rows,
+            table=table,
+            story=story,
+            link=link,
+            description=description,
+            json_path=json_path,
+            report_path=report_path,
+        )
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ def table(rows: Sequence[Row]) -> Table:
     return Table("All-reduces after pauses", columns, lines, [Column("backend", is_text=True)])
 
 
-def page(rows: Sequence[Row], link: LinkSpec, description: dict[str, Any]) -> Page:
-    """The report."""
+def story(rows: Sequence[Row]) -> Story:
+    """What the report says."""
     worst = max((row for row in rows if row.backend == rows[0].backend), key=lambda row: row.ratio)
     backends = list(dict.fromkeys(row.backend for row in rows))
     bars = [
@@ -174,7 +174,7 @@ def page(rows: Sequence[Row], link: LinkSpec, description: dict[str, Any]) -> Pa
         )
         for row in rows
     ]
-    return Page(
+    return Story(
         kind="Penstock bench: pauses",
         answer=f"{rows[0].backend} takes {worst.ratio:.2f} times as long as in use at most ({worst.after})",
         picture=Picture(
@@ -184,12 +184,6 @@ def page(rows: Sequence[Row], link: LinkSpec, description: dict[str, Any]) -> Pa
             "Medians; of each pair of ranks the slower one.",
         ),
         next=Next("Choose the number of streams.", "docs/guide/tune.md"),
-        setting=f"Hosts with a {link.describe()}.",
-        sections=[
-            Section("In numbers", [table(rows)]),
-            Section("What this does not show", [does_not_show(link)]),
-            Section("Conditions", [machine.lines(description)]),
-        ],
     )
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.tools.bench.program import say
+
 
 def main() -> None:
     options = json.loads(sys.argv[1])
@@ -30,7 +32,7 @@ def main() -> None:
         assert float(tensor[-1]) == world, "a wrong sum"
         return seconds
 
-    _say(rank=rank, of="the job", first_s=[once(None) for _ in range(_FIRST)])
+    say(rank=rank, of="the job", first_s=[once(None) for _ in range(_FIRST)])
     # The same order on all ranks, another one in each turn.
     order = random.Random(options["seed"])
     pauses = list(options["pauses"])
@@ -39,16 +41,12 @@ def main() -> None:
         for pause_s in pauses:
             # What follows the pause, and what follows that at once.
             time.sleep(pause_s)
-            _say(rank=rank, pause_s=pause_s, seconds=once(None), next_s=once(None))
+            say(rank=rank, pause_s=pause_s, seconds=once(None), next_s=once(None))
     for _ in range(options["groups"]):
         group = dist.new_group()
-        _say(rank=rank, of="a group", first_s=[once(group) for _ in range(_FIRST)])
+        say(rank=rank, of="a group", first_s=[once(group) for _ in range(_FIRST)])
         dist.destroy_process_group(group)
     dist.destroy_process_group()
-
-
-def _say(**what: Any) -> None:
-    print(json.dumps(what), flush=True)
 
 
 _FIRST = 5

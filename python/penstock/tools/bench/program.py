@@ -41,3 +41,8 @@ def run_program(
         said = "\n  ".join(done.outputs[done.failed_rank or 0].strip().splitlines()[-20:])
         raise BenchError(f"{what}: rank {done.failed_rank} ended with {done.returncode}; it said:\n  {said}")
     return [[json.loads(line) for line in output.splitlines() if line.startswith('{"')] for output in done.outputs]
+
+
+def say(**what: Any) -> None:
+    """Called by such a program: one object of what `run_program` returns for its rank."""
+    print(json.dumps(what), flush=True)

@@ -10,22 +10,21 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import click
 
-from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Page, Part, Picture, Section, Table, series
+from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Part, Picture, Table, series
 from penstock.reports.numbers import milliseconds
 from penstock.tools.bench import machine
 from penstock.tools.bench.aggregated.cluster import Cluster
-from penstock.tools.bench.options import EVERYTHING, check_files, files, parse_flow, parse_size, parse_sizes
-from penstock.tools.bench.output import reporting_errors, result_console, say, write_json, write_report
+from penstock.tools.bench.emulated import Story, link_of, link_options, names_of, publish
+from penstock.tools.bench.options import EVERYTHING, check_files, files, parse_size, parse_sizes
+from penstock.tools.bench.output import reporting_errors, say
 from penstock.tools.bench.program import run_program
-from penstock.tools.bench.report import does_not_show
 from penstock.tools.testbed.bed import Loopback
 from penstock.tools.testbed.cluster import Testbed
-from penstock.tools.testbed.link import LinkSpec
 
 _AGGREGATED = "aggregated"
 # By case: the ranks that sum small tensors, and those between which the bulk goes. Ranks are dealt to hosts in blocks.
@@ -42,8 +41,7 @@ CASES = {
 @click.option("--bulk", default="256M", show_default=True, help="Of the tensor that is on its way.")
 @click.option("--cases", default=",".join(CASES), show_default=True, help="Whose the bulk is.")
 @click.option("--backends", default="penstock,gloo", show_default=True)
-@click.option("--rate", type=float, default=1000.0, show_default=True, help="Mbit/s of a link.")
-@click.option("--flow", default="200", show_default=True, help="Mbit/s that one flow gets at most.")
+@link_options
 @click.option("--turns", type=click.IntRange(1), default=3, show_default=True, help="Bulks of each way.")
 @click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds for each case.")
 @files(EVERYTHING)
@@ -64,21 +62,16 @@ def command(
     See docs/guide/priority.md. Needs root, for emulated hosts.
     """
     check_files(json_path=json_path, report_path=report_path)
-    if unknown := [case for case in cases.split(",") if case not in CASES]:
-        raise click.UsageError(f"no case {', '.join(unknown)}: there are {', '.join(CASES)}")
-    if unknown := [backend for backend in backends.split(",") if backend not in _BACKENDS]:
-        raise click.UsageError(f"no backend {', '.join(unknown)}: there are {', '.join(_BACKENDS)}")
+    chosen_cases = names_of("case", cases, list(CASES))
+    chosen = names_of("backend", backends, _BACKENDS)
     if odd := [nbytes for nbytes in [*parse_sizes(sizes), parse_size(bulk)] if nbytes % 4]:
         raise click.UsageError(f"{odd[0]} bytes are no whole number of float32 elements")
-    try:
-        link = LinkSpec(rate_mbit=rate, flow_mbit=parse_flow(flow))
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
+    link = link_of(rate, flow)
     rows: list[Row] = []
     with reporting_errors():
         description = machine.describe()
-        for case in cases.split(","):
-            for backend in backends.split(","):
+        for case in chosen_cases:
+            for backend in chosen:
                 if case == _AGGREGATED and backend != "penstock":
                     continue
                 for nbytes in parse_sizes(sizes):
@@ -101,9 +94,15 @@ def command(
                             deployment=deployment,
                             on=on,
                         )
-        result_console().print(table(rows).for_terminal())
-        write_json(json_path, description, [asdict(row) for row in rows])
-        write_report(report_path, lambda: page(rows, link, description))
+        publish(
+            rows,
+            table=table,
+            story=story,
+            link=link,
+            description=description,
+            json_path=json_path,
+            report_path=report_path,
+        )
 
 
 @dataclass(frozen=True)
@@ -226,8 +225,8 @@ def table(rows: Sequence[Row]) -> Table:
     return Table("All-reduces behind bulk", columns, lines, parts)
 
 
-def page(rows: Sequence[Row], link: LinkSpec, description: dict[str, Any]) -> Page:
-    """The report."""
+def story(rows: Sequence[Row]) -> Story:
+    """What the report says."""
     shown = [row for row in rows if row.nbytes == min(each.nbytes for each in rows)]
     bars = [
         Bar(
@@ -239,7 +238,7 @@ def page(rows: Sequence[Row], link: LinkSpec, description: dict[str, Any]) -> Pa
     ]
     told = [row for row in rows if row.target_s is not None]
     reached = sum(row.median_s <= (row.target_s or 0.0) for row in told)
-    return Page(
+    return Story(
         kind="Penstock bench: urgency",
         answer=f"{reached} of {len(told)} urgent sizes are within their target behind bulk",
         picture=Picture(
@@ -249,12 +248,6 @@ def page(rows: Sequence[Row], link: LinkSpec, description: dict[str, Any]) -> Pa
             "Medians; of each pair of ranks the slower one.",
         ),
         next=Next("Say what is urgent in a script.", "docs/guide/priority.md"),
-        setting=f"Hosts with a {link.describe()}.",
-        sections=[
-            Section("In numbers", [table(rows)]),
-            Section("What this does not show", [does_not_show(link)]),
-            Section("Conditions", [machine.lines(description)]),
-        ],
     )
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from penstock.runtime.urgency import priority
 from penstock.tools.bench.aggregated.rank import group_of
+from penstock.tools.bench.program import say
 
 
 def main() -> None:
@@ -79,19 +80,15 @@ def main() -> None:
     # Alike on all ranks: the slowest one's.
     known = torch.tensor(sorted(bulk_s)[len(bulk_s) // 2])
     dist.all_reduce(known, op=dist.ReduceOp.MAX)
-    _say(bulk_s=bulk_s)
+    say(bulk_s=bulk_s)
     within_s = _SHARE * float(known)
     ways: dict[str, tuple[int | None, bool]] = {"alone": (None, False), "usual": (None, True)}
     if options["backend"] == "penstock":
         ways["urgent"] = (0, True)
     for turn in range(options["turns"]):
         for way, (number, with_bulk) in ways.items():
-            _say(way=way, turn=turn, **measure(within_s, number, with_bulk))
+            say(way=way, turn=turn, **measure(within_s, number, with_bulk))
     dist.destroy_process_group()
-
-
-def _say(**what: Any) -> None:
-    print(json.dumps(what), flush=True)
 
 
 # Between two small sums.
