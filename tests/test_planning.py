@@ -190,7 +190,7 @@ def test_a_rack_is_a_class() -> None:
     cluster = cluster_of(
         at | {f"a{rack}": f"r{rack}" for rack in range(4)},
         dict.fromkeys(at, 1000.0),
-        aggregators={f"a{rack}": (f"a{rack}", 8000) for rack in range(4)},
+        aggregators={f"a{rack}": (f"a{rack}", 25_000) for rack in range(4)},
         servers={"s0": None, "s1": None},
         workers=list(hosts),
     )
@@ -200,10 +200,21 @@ def test_a_rack_is_a_class() -> None:
     found = search(problem, seconds=30)
     worth = evaluate(cluster, job, problem.scheme(found.rates, found.counts))
     assert worth.rate == pytest.approx(500 * MBIT, rel=0.05) and found.rate <= relax(problem).bound * (1 + 1e-6)
+    # A switch takes in 16, the servers the others.
+    at_switches = tuple(
+        dataclasses.replace(one, at=f"r{i}", address=f"10.2.{i}.1") for i, one in enumerate(cluster.aggregators)
+    )
+    with_switches = dataclasses.replace(
+        cluster, aggregators=at_switches, jobs=(Job(name="train", workers=tuple(hosts)[:100]),)
+    )
+    problem = Problem(with_switches, with_switches.jobs[0])
+    found = search(problem, seconds=10)
+    assert evaluate(with_switches, with_switches.jobs[0], problem.scheme(found.rates, found.counts)).rate > 0
     # Without aggregators no server can have 160 children.
     bare = dataclasses.replace(cluster, aggregators=())
     with pytest.raises(
-        Config, match="160 workers of train find no place below server s0: a node has at most 64 children"
+        Config,
+        match="160 workers of train find no place below server s0: a server or an aggregator has at most 64 children",
     ):
         search(Problem(bare, job))
 
@@ -242,7 +253,7 @@ def test_the_command(tmp_path: pathlib.Path) -> None:
     said = _plan(path, "-o", tmp_path / "deployment.yaml", "--json", tmp_path / "plan.json")
     assert said.exit_code == 0, said.output
     assert "Do not aggregate: a ring of ranks is 2.70 times as fast." in said.output
-    assert "1.333 Mbit/s a worker, 100.0% of what no plan can pass. Full: server s" in said.output
+    assert "1.333 Mbit/s a worker, 100.0% of the bound. Full: server s" in said.output
     assert "A step's gradients take 6.29 s on their way" in said.output
     rows = json.loads((tmp_path / "plan.json").read_text())
     assert [row["way"].split(":")[0] for row in rows] == [
@@ -293,6 +304,29 @@ def test_what_cannot_be_planned(what: str, tmp_path: pathlib.Path) -> None:
     assert re.search(message, line) and said.output.endswith(f"{line}\n"), said.output
 
 
+def test_one_name_for_two_things() -> None:
+    """Names are unique among hosts, aggregators and servers each: what shares a name is not taken for the other."""
+
+    at = {f"n{i}": f"r{i // 2}" for i in range(4)} | {"r0": "core", "r1": "core"}
+    plain = cluster_of(
+        at, dict.fromkeys(at, 1000.0), aggregators={"agg": ("n3", 900)}, servers={"n2": 100}, workers=["n0", "n1", "n2"]
+    )
+    (job,) = plain.jobs
+    same = dataclasses.replace(
+        plain,
+        aggregators=(dataclasses.replace(plain.aggregators[0], name="n0"),),
+        servers=(dataclasses.replace(plain.servers[0], name="n1"),),
+    )
+    assert relax(Problem(same, job)).bound == pytest.approx(relax(Problem(plain, job)).bound)
+    assert exact(Problem(same, job))[0].rate == pytest.approx(exact(Problem(plain, job))[0].rate)
+    assert baselines.ring(same, job) == baselines.ring(plain, job)
+    for scheme, of in ((("agg",) * 3, "n2"), ((None,) * 3, "n2")):
+        renamed = {"agg": "n0", None: None}
+        worth = evaluate(plain, job, Scheme({of: 1.0}, {of: scheme}))
+        other = evaluate(same, job, Scheme({"n1": 1.0}, {"n1": tuple(renamed[each] for each in scheme)}))
+        assert other.rate == pytest.approx(worth.rate)
+
+
 def test_wrong_arguments(tmp_path: pathlib.Path) -> None:
     """A job, a file or a folder that is not there is named."""
     path = tmp_path / "cluster.yaml"
@@ -300,6 +334,19 @@ def test_wrong_arguments(tmp_path: pathlib.Path) -> None:
     assert "--job x: the file has train" in _plan(path, "--job", "x").output
     assert "there is no folder for" in _plan(path, "-o", tmp_path / "no" / "deployment.yaml").output
     assert "none.yaml" in _plan(tmp_path / "none.yaml").output
+    assert "is the cluster file" in _plan(path, "-o", path).output and file.load(str(path)) == of_the_paper(6)
+    said = _plan(path, "--json", "/proc/none")
+    assert said.exit_code == 1 and "Error: [Errno " in said.output
+
+
+def test_a_deployment_that_would_be_refused_is_not_written(tmp_path: pathlib.Path) -> None:
+    """A daemon without an address is named when the deployment is written, as the ranks would name it later."""
+    cluster = dataclasses.replace(of_the_paper(6), aggregators=())
+    bare = tuple(dataclasses.replace(host, nics=(Nic(),)) for host in cluster.hosts)
+    path = tmp_path / "cluster.yaml"
+    path.write_text(file.dump(dataclasses.replace(cluster, hosts=bare)))
+    said = _plan(path, "-o", tmp_path / "deployment.yaml")
+    assert said.exit_code == 1 and "has no address" in said.output and not (tmp_path / "deployment.yaml").exists()
 
 
 def test_a_plan_runs(tmp_path: pathlib.Path) -> None:

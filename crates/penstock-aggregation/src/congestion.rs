@@ -14,7 +14,7 @@
 //! packets stand behind those that have left. So while there is such ([`Congestion::keep_short`]), a second window holds round trips
 //! [`QUEUED`] above the least one, as delay-based congestion control does (Swift, SIGCOMM 2020, section 3.1).
 
-use penstock_types::MILLISECOND;
+use penstock_types::{MILLISECOND, SECOND, Time};
 
 /// A worker's congestion window and its state.
 #[derive(Clone, Debug)]
@@ -31,8 +31,7 @@ pub(super) struct Congestion {
     in_flight: usize,
     /// A block waits for room in the window.
     limited: bool,
-    /// The least round trip of this path, in nanoseconds.
-    least: u64,
+    least: Least,
     /// The window that keeps queues short, while that is asked for.
     short: Option<f64>,
 }
@@ -46,7 +45,7 @@ impl Congestion {
             since: 0,
             in_flight: 0,
             limited: false,
-            least: u64::MAX,
+            least: Least::default(),
             short: None,
         }
     }
@@ -80,15 +79,15 @@ impl Congestion {
 
     /// The longest round trip in short queues, in nanoseconds, if nobody is late.
     pub(super) fn round_trip(&self) -> u64 {
-        if self.least == u64::MAX { FIRST_ROUND_TRIP } else { self.least + 2 * QUEUED }
+        self.least.of().map_or(FIRST_ROUND_TRIP, |least| least + 2 * QUEUED)
     }
 
     /// The result of a block came that was pushed once, this long ago in nanoseconds.
-    pub(super) fn on_round_trip(&mut self, sample: u64) {
-        self.least = self.least.min(sample);
+    pub(super) fn on_round_trip(&mut self, now: Time, sample: u64) {
+        let least = self.least.with(now, sample);
         if let Some(short) = &mut self.short {
             // As many blocks as are in flight in the round trip that is wanted, after that many answers.
-            let wanted = (self.least + QUEUED) as f64 / sample.max(1) as f64;
+            let wanted = (least + QUEUED) as f64 / sample.max(1) as f64;
             *short = (*short + (wanted - 1.0).clamp(-0.5, 1.0)).clamp(FIRST, self.window.max(FIRST));
         }
     }
@@ -107,7 +106,7 @@ impl Congestion {
 
     /// The path has changed: starts again without knowledge of it.
     pub(super) fn on_new_path(&mut self) {
-        (self.loss, self.slow_start, self.least) = (0.0, true, u64::MAX);
+        (self.loss, self.slow_start, self.least) = (0.0, true, Least::default());
     }
 
     /// The weight of one push in the smoothed share: at least one push in a window, since losses come in bursts.
@@ -118,6 +117,30 @@ impl Congestion {
     #[cfg(test)]
     pub(super) fn window(&self) -> usize {
         self.window as usize
+    }
+}
+
+/// The least round trip of the last 10 to 20 s, in nanoseconds. A path may become longer; and while something is urgent again and again,
+/// bulk waits for it each time, and finds the queues empty.
+#[derive(Clone, Copy, Debug, Default)]
+struct Least {
+    latest: Option<u64>,
+    before: Option<u64>,
+    until: Time,
+}
+
+impl Least {
+    fn with(&mut self, now: Time, sample: u64) -> u64 {
+        if now >= self.until {
+            (self.before, self.latest, self.until) = (self.latest, None, now.plus(LEAST_OF));
+        }
+        let latest = self.latest.map_or(sample, |latest| latest.min(sample));
+        self.latest = Some(latest);
+        self.before.map_or(latest, |before| before.min(latest))
+    }
+
+    fn of(self) -> Option<u64> {
+        self.latest.into_iter().chain(self.before).min()
     }
 }
 
@@ -136,6 +159,8 @@ const GROWTH: f64 = 1.0 / 32.0;
 /// How much longer than the least one round trips are in short queues. Less than what others urgently want to send may wait
 /// (docs/guide/priority.md), and enough for what processes are late.
 const QUEUED: u64 = 3 * MILLISECOND;
+/// The least round trip is one of this time, or of this time and the one before.
+const LEAST_OF: u64 = 10 * SECOND;
 /// The longest one before any was measured.
 const FIRST_ROUND_TRIP: u64 = 100 * MILLISECOND;
 
@@ -199,41 +224,51 @@ mod tests {
     }
 
     /// A link that carries a block in 60 us, with 500 us on the way: while queues are to be short, blocks wait [`QUEUED`] in it, after a
-    /// few round trips and from then on, and the link never runs dry; before and afterwards as long as the window fills it.
+    /// few round trips and from then on, and the link never runs dry; before and afterwards as long as the window fills it. Each second
+    /// something urgent holds them up, and the queue drains. A path that has become longer is filled, too, within 20 s.
     #[test]
     fn short_queues() {
         const SENDS: u64 = 60_000;
-        const TRAVELS: u64 = 500_000;
-        const SECOND: u64 = 1_000_000_000;
         let mut congestion = Congestion { window: 256.0, slow_start: false, ..Congestion::new() };
         let mut in_flight = std::collections::VecDeque::new();
         let (mut now, mut free_at) = (0, 0);
-        let mut until = |congestion: &mut Congestion, end: u64| {
-            let (mut round_trip, mut idle) = (0, 0);
+        let mut until = |congestion: &mut Congestion, end: u64, travels: u64| {
+            let (mut round_trip, mut idle, mut is_held) = (0, 0, true);
             while now < end {
-                while congestion.has_room(true) {
+                is_held &= !in_flight.is_empty();
+                if in_flight.is_empty() {
+                    free_at = now;
+                }
+                while !is_held && congestion.has_room(true) {
                     congestion.on_push();
                     idle += now.saturating_sub(free_at);
                     free_at = now.max(free_at) + SENDS;
-                    in_flight.push_back((now, free_at + TRAVELS));
+                    in_flight.push_back((now, free_at + travels));
                 }
                 let (sent, answered) = in_flight.pop_front().expect("there always is room for one");
                 now = answered;
                 round_trip = now - sent;
-                congestion.on_round_trip(round_trip);
+                congestion.on_round_trip(Time(now), round_trip);
                 congestion.on_answer();
             }
             (round_trip, idle)
         };
-        assert!(until(&mut congestion, SECOND).0 > 15 * MILLISECOND);
+        assert!(until(&mut congestion, SECOND, 500_000).0 > 15 * MILLISECOND);
         congestion.keep_short(true);
-        until(&mut congestion, SECOND + 100 * MILLISECOND);
-        for second in 2..30 {
-            let (round_trip, idle) = until(&mut congestion, second * SECOND);
-            assert!((QUEUED..QUEUED + MILLISECOND).contains(&round_trip), "{round_trip} ns in second {second}");
-            assert_eq!(idle, 0, "in second {second}");
+        until(&mut congestion, SECOND + 100 * MILLISECOND, 500_000);
+        let mut second = 1;
+        for travels in [500_000, 5 * MILLISECOND, 500_000] {
+            for of_path in 0..40 {
+                second += 1;
+                let (round_trip, idle) = until(&mut congestion, second * SECOND, travels);
+                if of_path > 20 || second < 40 {
+                    let queued = round_trip - travels;
+                    assert!((QUEUED..QUEUED + MILLISECOND).contains(&queued), "{queued} ns in second {second}");
+                    assert_eq!(idle, 0, "in second {second}");
+                }
+            }
         }
         congestion.keep_short(false);
-        assert!(until(&mut congestion, 31 * SECOND).0 > 15 * MILLISECOND);
+        assert!(until(&mut congestion, (second + 1) * SECOND, 500_000).0 > 15 * MILLISECOND);
     }
 }

@@ -522,7 +522,7 @@ impl Worker {
         self.answered(seq);
         if !repeated {
             self.measure(now.since(sent_at));
-            self.congestion.on_round_trip(now.since(sent_at));
+            self.congestion.on_round_trip(now, now.since(sent_at));
         }
         if misses > 0 {
             self.clock.doubtful = if misses > 1 { self.clock.doubtful + 1 } else { 0 };

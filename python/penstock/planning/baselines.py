@@ -49,14 +49,10 @@ def ring(cluster: Cluster, job: Job) -> tuple[float, str]:
         return math.inf, "nothing"
     loads: dict[Resource, int] = {}
     for rank, host in enumerate(job.workers):
-        for resource in forward(cluster, host, job.workers[(rank + 1) % world]):
+        for resource in uses(cluster, host, job.workers[(rank + 1) % world], both=False):
             loads[resource] = loads.get(resource, 0) + 1
     rate, name = min(
-        ((resource.room / count, resource.name) for resource, count in loads.items()), default=(math.inf, "nothing")
+        ((resource.room / count, resource.name) for resource, count in loads.items() if math.isfinite(resource.room)),
+        default=(math.inf, "nothing"),
     )
     return max(rate, 0.0) * world / (2 * (world - 1)), name
-
-
-def forward(cluster: Cluster, start: str, end: str) -> list[Resource]:
-    """What a flow from a host to another loads, one way."""
-    return list(uses(cluster, start, end, both=False))

@@ -26,7 +26,11 @@ def deployment(cluster: Cluster, job: Job, scheme: Scheme, path: str, said: Mapp
                     "hand (docs/guide/switch.md)"
                 )
     lines = [f"# {key}: {value}" for key, value in (said or {}).items()]
-    lines += ["version: 2", f"cluster: {json.dumps(path)}", *([f"job: {job.name}"] if len(cluster.jobs) > 1 else [])]
+    lines += [
+        "version: 2",
+        f"cluster: {json.dumps(path, ensure_ascii=False)}",
+        *([f"job: {job.name}"] if len(cluster.jobs) > 1 else []),
+    ]
     lines += ["aggregated:", "  servers:"]
     parts = _whole(scheme.fractions)
     for server, places in scheme.via.items():

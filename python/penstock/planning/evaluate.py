@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from penstock.cluster.network import Cluster, Job
+from penstock.cluster.network import Aggregator, Cluster, Job, Server
 from penstock.errors import Config as ConfigError
 from penstock.planning.scheme import Scheme, children, uses
 
@@ -49,7 +49,7 @@ def evaluate(cluster: Cluster, job: Job, scheme: Scheme) -> Evaluation:
     loads: dict[str, float] = {}
     rooms: dict[str, float] = {}
 
-    def flow(start: str, end: str, part: float) -> None:
+    def flow(start: str | Aggregator, end: Aggregator | Server, part: float) -> None:
         for resource in uses(cluster, start, end):
             loads[resource.name] = loads.get(resource.name, 0.0) + part
             rooms[resource.name] = resource.room
@@ -69,11 +69,11 @@ def evaluate(cluster: Cluster, job: Job, scheme: Scheme) -> Evaluation:
         if over or len(used) + places.count(None) > children(cluster, None):
             raise ConfigError(f"{over[0] if over else server} has more children than a node can have")
         for host, place in zip(job.workers, places, strict=True):
-            flow(host, server if place is None else place, part)
+            flow(host, cluster.server[server] if place is None else cluster.aggregator[place], part)
         for name in used:
-            flow(name, server, part)
+            flow(cluster.aggregator[name], cluster.server[server], part)
     rate, binding = min(
-        ((rooms[name] / load, name) for name, load in loads.items()),
+        ((rooms[name] / load, name) for name, load in loads.items() if math.isfinite(rooms[name])),
         key=lambda one: one[0],
         default=(math.inf, "nothing"),
     )

@@ -20,7 +20,16 @@ import numpy as np
 
 from penstock.cluster.network import Cluster, Job
 from penstock.errors import Config as ConfigError
-from penstock.planning.scheme import Aggregators, Resource, Scheme, children, direction, uses
+from penstock.planning.scheme import (
+    MOST_CHILDREN,
+    MOST_CHILDREN_OF_SWITCH,
+    Places,
+    Resource,
+    Scheme,
+    children,
+    direction,
+    uses,
+)
 
 __all__ = ["Problem"]
 
@@ -29,7 +38,7 @@ class Problem:
     """A job on a cluster, in numbers. Indices: server s, class c, way v (the number of an aggregator, or their count for none).
 
     Raises:
-        penstock.errors.Config: the cluster has no network, no server, or nothing is left of something that every way needs.
+        penstock.errors.Config: the cluster has no network, no server, or one rank.
     """
 
     def __init__(self, cluster: Cluster, job: Job) -> None:
@@ -52,15 +61,15 @@ class Problem:
         by_uses: dict[tuple[tuple[_Used, ...], tuple[_Used, ...]], list[int]] = {}
         for rank, host in enumerate(job.workers):
             spared = host if host in alone else None
-            above = [self._indices(uses(cluster, host, name, alone=spared)) for name in self.aggregators]
-            straight = [self._indices(uses(cluster, host, server, alone=spared)) for server in self.servers]
+            above = [self._indices(uses(cluster, host, each, alone=spared)) for each in cluster.aggregators]
+            straight = [self._indices(uses(cluster, host, each, alone=spared)) for each in cluster.servers]
             by_uses.setdefault((tuple(above), tuple(straight)), []).append(rank)
         self.classes = [tuple(ranks) for ranks in by_uses.values()]
         self.count = np.array([len(ranks) for ranks in self.classes])
         self.sends = [[(*above, straight[s]) for above, straight in by_uses] for s in range(len(self.servers))]
         """By server, class and way: the resources that one worker loads with each bit that it sends."""
         self.forwards = [
-            [self._indices(uses(cluster, name, server)) for name in self.aggregators] for server in self.servers
+            [self._indices(uses(cluster, each, server)) for each in cluster.aggregators] for server in cluster.servers
         ]
         """By server and aggregator: the same for the sum."""
         self.room = np.array([max(resource.room, 0.0) for resource in self.resources])
@@ -86,6 +95,17 @@ class Problem:
         counts[:, :, len(self.aggregators) if way is None else way] = self.count
         return counts
 
+    def nearest(self) -> np.ndarray:
+        """``counts`` where each worker goes to the aggregator on whose way it shares least with others."""
+        counts = self.all_one_way(None)
+        for s in range(len(self.servers)):
+            for c, ways in enumerate(self.sends[s] if self.aggregators else []):
+                counts[s, c] = 0
+                counts[s, c, min(range(len(self.aggregators)), key=[len(used) for used in ways[:-1]].__getitem__)] = (
+                    self.count[c]
+                )
+        return counts
+
     def within_limits(self, counts: np.ndarray) -> np.ndarray:
         """These counts, with workers moved from nodes that have more children than they can have.
 
@@ -94,26 +114,45 @@ class Problem:
         """
         counts = counts.copy()
         for s, name in enumerate(self.servers):
+            for v in np.flatnonzero(counts[s].sum(axis=0)[:-1] > self.most_children):
+                self._move(counts[s], int(v), int(counts[s, :, v].sum() - self.most_children[v]))
+            # A worker that goes to an aggregator which is used takes a child from the server; one that opens another does not.
             while not self.fits(counts[s]):
                 by_way = counts[s].sum(axis=0)
-                over = np.flatnonzero(by_way[:-1] > self.most_children)
-                start = int(over[0]) if len(over) else len(self.aggregators)
-                if by_way[start] == 0:
-                    # Too many aggregators: the least one's workers go elsewhere.
-                    start = int(np.argmin(np.where(by_way[:-1] > 0, by_way[:-1], np.inf)))
-                room = np.append(self.most_children - by_way[:-1], -1.0)
-                room[start] = -1.0
-                to = int(np.argmax(room))
-                if room[to] <= 0:
-                    raise ConfigError(
-                        f"{len(self.job.workers)} workers of {self.job.name} find no place below server {name}: a node has at "
-                        f"most {self.most_children_of_server} children; the file needs more aggregators"
-                    )
-                c = int(np.flatnonzero(counts[s, :, start])[0])
-                many = int(min(counts[s, c, start], room[to]))
-                counts[s, c, start] -= many
-                counts[s, c, to] += many
+                if by_way[-1]:
+                    self._move(counts[s], len(self.aggregators), 1)
+                else:
+                    least = int(np.argmin(np.where(by_way[:-1] > 0, by_way[:-1], np.inf)))
+                    self._move(counts[s], least, int(by_way[least]))
+                after = counts[s].sum(axis=0)
+                if (after[-1], np.count_nonzero(after)) >= (by_way[-1], np.count_nonzero(by_way)):
+                    break
+            if not self.fits(counts[s]):
+                raise ConfigError(
+                    f"{len(self.job.workers)} workers of {self.job.name} find no place below server {name}: a server or an "
+                    f"aggregator has at most {MOST_CHILDREN} children, a switch {MOST_CHILDREN_OF_SWITCH}; the file needs more "
+                    "aggregators"
+                )
         return counts
+
+    def _move(self, counts: np.ndarray, start: int, many: int) -> None:
+        """Move so many workers of one server from a way to the aggregators with the most room, or straight to the server if there
+        is none. Those that went straight go to aggregators that are used, if there is room."""
+        straight = len(self.aggregators)
+        while many > 0:
+            by_way = counts.sum(axis=0)
+            room = np.append(self.most_children - by_way[:-1], 0.0 if start == straight else np.inf).clip(0)
+            room[start] = 0.0
+            ways = np.flatnonzero(room)
+            if not len(ways):
+                return
+            opens = (by_way[ways] == 0) & (start == straight)
+            way = int(ways[np.lexsort((-room[ways], opens, ways == straight))[0]])
+            c = int(np.flatnonzero(counts[:, start])[0])
+            step = int(min(many, counts[c, start], room[way]))
+            counts[c, start] -= step
+            counts[c, way] += step
+            many -= step
 
     def fits(self, counts: np.ndarray) -> bool:
         """Whether no node has more children than it can have, with these counts of one server."""
@@ -147,7 +186,7 @@ class Problem:
         total = rates.sum()
         kept = [s for s, rate in enumerate(rates) if rate > LEAST_FRACTION * total]
         rest = sum(rates[s] for s in kept)
-        via: dict[str, Aggregators] = {}
+        via: dict[str, Places] = {}
         for s in kept:
             places: list[str | None] = [None] * len(self.job.workers)
             for c, ranks in enumerate(self.classes):

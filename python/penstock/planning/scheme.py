@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from penstock.cluster.network import Cluster, Link
+from penstock.cluster.network import Aggregator, Cluster, Link, Server
 
-__all__ = ["Aggregators", "Resource", "Scheme", "children", "direction", "uses"]
+__all__ = ["Places", "Resource", "Scheme", "children", "direction", "uses"]
 
-Aggregators = tuple["str | None", ...]
+Places = tuple["str | None", ...]
 """By rank: the aggregator that a worker pushes to, for one server; None: the server itself."""
 
 
@@ -20,7 +20,7 @@ class Scheme:
 
     fractions: Mapping[str, float]
     """By server; they add up to 1. A server without a part is not there."""
-    via: Mapping[str, Aggregators]
+    via: Mapping[str, Places]
     """By the same servers."""
 
 
@@ -34,22 +34,22 @@ class Resource:
     """Bits a second that others leave of it."""
 
 
-def uses(cluster: Cluster, start: str, end: str, *, both: bool = True, alone: str | None = None) -> Iterator[Resource]:
-    """What a flow from a host or an aggregator to an aggregator, a server or a host loads: the links, with ``both`` also the
+def uses(
+    cluster: Cluster,
+    start: str | Aggregator,
+    end: str | Aggregator | Server,
+    *,
+    both: bool = True,
+    alone: str | None = None,
+) -> Iterator[Resource]:
+    """What a flow loads from a host or an aggregator to a host, an aggregator or a server: the links, with ``both`` also the
     other way, as the sum comes back, and the node that takes it in. ``alone``: the links of this host are left out."""
-    from_node = cluster.aggregator[start].at if start in cluster.aggregator else start
-    if end in cluster.server:
-        server = cluster.server[end]
-        to_node, ingress = server.at, server.ingress_bit_s
-        if ingress is not None:
-            yield Resource(f"server {end}", float(ingress))
-    elif end in cluster.host:
-        to_node = end
-    else:
-        aggregator = cluster.aggregator[end]
-        to_node = aggregator.at
-        if aggregator.capacity_bit_s is not None:
-            yield Resource(f"aggregator {end}", float(aggregator.capacity_bit_s - aggregator.used_bit_s))
+    from_node = start if isinstance(start, str) else start.at
+    to_node = end if isinstance(end, str) else end.at
+    if isinstance(end, Server) and end.ingress_bit_s is not None:
+        yield Resource(f"server {end.name}", float(end.ingress_bit_s))
+    if isinstance(end, Aggregator) and end.capacity_bit_s is not None:
+        yield Resource(f"aggregator {end.name}", float(end.capacity_bit_s - end.used_bit_s))
     at = from_node
     for link in cluster.path(from_node, to_node):
         first, second = (each.node for each in link.ends)

@@ -24,7 +24,7 @@ class Relaxed:
     """The solution of the relaxed problem."""
 
     bound: float
-    """The highest rate of all workers together with anything that `Scheme` can say, in bits a second."""
+    """What no `Scheme`'s rate passes, in bits a second."""
     rates: np.ndarray
     """By server."""
     sent: np.ndarray
@@ -177,9 +177,9 @@ def search(
 
 
 def _starts(problem: Problem, relaxed: Relaxed, rng: np.random.Generator, roundings: int) -> Iterator[np.ndarray]:
-    if np.isfinite(relaxed.sent).all():
-        for _ in range(roundings):
-            yield rounded(problem, relaxed, rng)
+    yield problem.nearest()
+    for _ in range(roundings):
+        yield rounded(problem, relaxed, rng)
     yield problem.all_one_way(None)
     for v in range(len(problem.aggregators)):
         yield problem.all_one_way(v)
@@ -305,6 +305,6 @@ _UNBOUNDED = 3
 # Differences below this share are the solver's.
 _NOISE = 1e-7
 # So many kicks in a row that lead to nothing better end the search.
-_KICKS = 40
+_KICKS = 100
 # How many changes are tried before the ways count as repaired.
 _TRIED = 40

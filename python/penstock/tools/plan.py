@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
 
+from penstock.cluster import deployment as deployments
 from penstock.cluster import file
 from penstock.cluster.network import Cluster, Job
 from penstock.errors import Config as ConfigError
@@ -26,7 +26,7 @@ class Row:
 
     way: str
     rate_bit_s: float
-    """What every worker sends; a step's gradient takes its bits over this."""
+    """What every worker sends; a step's gradient takes its bits over this. Infinite where nothing limits it."""
     of_bound: float | None
     """None: the bound is not about it."""
     binding: str
@@ -37,14 +37,20 @@ class Row:
 @click.option("--job", "job_name", help="Of several jobs of the file.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write the deployment to this file.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random roundings.")
-@click.option("--seconds", type=click.FloatRange(0.1), default=5.0, show_default=True, help="For the search, at most.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.1, 1e6),
+    default=5.0,
+    show_default=True,
+    help="For the search, at most; the bound comes first.",
+)
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
 def command(
     cluster_path: str, job_name: str | None, output: str | None, seed: int, seconds: float, json_path: str | None
 ) -> None:
     """Plan a job of a cluster file: servers' parts of the model, and workers' aggregators.
 
-    Says how fast the plan's gradients are summed at best, what is full then, how far that is from a bound that no plan passes,
+    Says how fast the plan's gradients are summed at best, what is full then, how far that is from a bound,
     and what other ways are worth. See docs/guide/plan.md.
 
     \b
@@ -57,24 +63,35 @@ def command(
     for path in (output, json_path):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise click.UsageError(f"there is no folder for {path}")
+        if path is not None and Path(path).resolve() == Path(cluster_path).resolve():
+            raise click.UsageError(f"{path} is the cluster file: name another one to write to")
     try:
         cluster = file.load(cluster_path)
         job = _job(cluster, job_name)
-        click.echo(f"planning {job.name}: up to {seconds:g} s ...", err=True)
+        click.echo(f"planning {job.name}: the bound, then up to {seconds:g} s of search ...", err=True)
+        if any(link.flow_caps_bit_s for link in cluster.links):
+            click.echo("flow_cap is left out: a plan counts what links carry", err=True)
         rows, scheme = plan(cluster, job, seed=seed, seconds=seconds)
         click.echo(describe(rows, job))
         if output is not None:
-            where = os.path.relpath(Path(cluster_path).absolute(), Path(output).absolute().parent)
+            folder = Path(output).resolve().parent
+            where = os.path.relpath(Path(cluster_path).resolve(), folder)
             first = rows[0]
             said = {
                 "A plan": f"{_rate(first.rate_bit_s)} a worker, {first.of_bound:.1%} of the bound; full: {first.binding}"
             }
-            Path(output).write_text(deployment(cluster, job, scheme, where, said))
+            text = deployment(cluster, job, scheme, where, said)
+            # What the ranks would say of it later.
+            deployments.parse(text, output, str(folder)).check_world(len(job.workers))
+            Path(output).write_text(text)
             click.echo(f"\n{output} is the deployment: PENSTOCK_DEPLOYMENT={output}")
-    except ConfigError as error:
+        if json_path is not None:
+            figures = [
+                {key: None if value == math.inf else value for key, value in asdict(row).items()} for row in rows
+            ]
+            Path(json_path).write_text(json.dumps(figures, indent=2) + "\n")
+    except (ConfigError, OSError) as error:
         raise click.ClickException(str(error)) from None
-    if json_path is not None:
-        Path(json_path).write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 
 
 def plan(cluster: Cluster, job: Job, *, seed: int, seconds: float) -> tuple[list[Row], Scheme]:
@@ -91,9 +108,8 @@ def plan(cluster: Cluster, job: Job, *, seed: int, seconds: float) -> tuple[list
     from penstock.planning.solve import relax, search
 
     problem = Problem(cluster, job)
-    began = time.monotonic()
     relaxed = relax(problem)
-    found = search(problem, seed=seed, seconds=max(seconds - (time.monotonic() - began), 0.1), relaxed=relaxed)
+    found = search(problem, seed=seed, seconds=seconds, relaxed=relaxed)
     scheme = problem.scheme(found.rates, found.counts)
     ways = {
         "planned": scheme,
@@ -117,9 +133,7 @@ def describe(rows: list[Row], job: Job) -> str:
         is_faster = f"is {ring.rate_bit_s / first.rate_bit_s:.2f} times as fast"
         is_free = "loads nothing that has a limit"
         lines.append(f"Do not aggregate: a ring of ranks {is_faster if math.isfinite(ring.rate_bit_s) else is_free}.")
-    lines.append(
-        f"{_rate(first.rate_bit_s)} a worker, {first.of_bound:.1%} of what no plan can pass. Full: {first.binding}."
-    )
+    lines.append(f"{_rate(first.rate_bit_s)} a worker, {first.of_bound:.1%} of the bound. Full: {first.binding}.")
     if job.gradient_bytes is not None and math.isfinite(first.rate_bit_s):
         lines.append(
             f"A step's gradients take {8 * job.gradient_bytes / first.rate_bit_s:.3g} s on their way, if nothing else waits."

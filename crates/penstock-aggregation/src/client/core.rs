@@ -290,7 +290,7 @@ impl Core {
         self.streams.iter_mut().for_each(|stream| stream.worker.hold(until));
     }
 
-    /// Whether nothing but other ranks keeps operations from going on.
+    /// Whether blocks lack results and none has come for longer than they take when no rank is late and queues are short.
     #[must_use]
     pub fn waits_for_others(&self, now: Time) -> bool {
         let mut waiting = self.streams.iter().filter_map(|stream| stream.worker.waits_for_others(now)).peekable();

@@ -387,13 +387,14 @@ impl Driver {
     }
 
     /// Blocks wait while somebody else of this host sends what is urgent, and leave short queues for some time afterwards. Others are
-    /// told while an operation here is urgent, and would wait in vain where it waits for another rank. Its blocks come after those of
-    /// all operations before it, which are as urgent therefore.
+    /// told while an operation here is urgent, and would wait in vain where it waits for another rank's blocks or for a device. Its
+    /// blocks come after those of all operations before it, which are as urgent therefore.
     fn give_way(&mut self, now: Time) {
         let Yielding { arbiter, next, expected } = &mut self.yielding;
         let is_urgent = self.running.iter().any(|running| running.priority.is_urgent());
+        let is_ready = self.running.front().is_some_and(|first| first.all_reduce.ready);
         let mut held = None;
-        if is_urgent && !self.core.waits_for_others(now) {
+        if is_urgent && is_ready && !self.core.waits_for_others(now) {
             arbiter.claim();
             *next = Some(now.plus(CLAIM_EVERY));
         } else if is_urgent {
