@@ -202,13 +202,77 @@ def test_a_client_that_says_what_none_should(data: bytes) -> None:
         assert let_in == [] and _enter(address) == {"id": 1}
 
 
-def test_silent_guests_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More connections than have a place, none of which says anything: they are closed in time, and a client comes in."""
-    monkeypatch.setattr(door, "_WITHIN_S", 1.0)
-    with _door() as (address, _), contextlib.ExitStack() as stack:
-        for _ in range(door._MOST_GUESTS + 20):
-            stack.enter_context(socket.create_connection((address.host, address.port), 10))
-        assert _enter(address) == {"id": 1}
+def test_silent_guests_keep_nobody_out() -> None:
+    """Four times as many connections as may be about it, none of which says anything, and which come back when they are closed: a
+    client comes in beside them, in much less than the time that they have."""
+    stops = threading.Event()
+    with _door() as (address, let_in):
+
+        def come_back() -> None:
+            while not stops.is_set():
+                with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), 10) as guest:
+                    guest.settimeout(0.1)
+                    while not stops.is_set():
+                        with contextlib.suppress(TimeoutError):
+                            if not guest.recv(1):
+                                break
+
+        guests = [threading.Thread(target=come_back) for _ in range(4 * door._MOST_GUESTS)]
+        for guest in guests:
+            guest.start()
+        try:
+            for number in range(1, 6):
+                assert _enter(address) == {"id": number}
+        finally:
+            stops.set()
+            for guest in guests:
+                guest.join()
+        assert len(let_in) == 5
+
+
+def test_threads_may_be_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none can be made for a guest, that one is turned away, and the next comes in."""
+    start, failed = threading.Thread.start, list[str]()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "penstock-guest" and not failed:
+            failed.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with _door() as (address, _):
+        assert _enter(address) == {"id": 1} and failed
+
+
+@pytest.mark.parametrize("host", ["0", "0.0.0.0", "0.0", "::", "0:0:0:0:0:0:0:0"])
+def test_all_interfaces_are_no_address(host: str) -> None:
+    """However it is written."""
+    with pytest.raises(errors.Config, match="name the address of this host at which clients reach it"):
+        door.Door(Address(host, 4000), b"secret", lambda *_: {})
+
+
+def test_a_host_that_is_no_name() -> None:
+    """It is named in the error."""
+    with pytest.raises(errors.Config, match=r"a\.\.b"):
+        door.enter(Address("a..b", 4000), b"secret", {}, time.monotonic() + 1)
+    with pytest.raises(errors.Config, match=r"a\.\.b"):
+        door.Door(Address("a..b", 4000), b"secret", lambda *_: {})
+
+
+def test_wrong_secrets_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever can connect cannot fill the log."""
+    with _door() as (address, _):
+        for _ in range(20):
+            with pytest.raises(errors.Refused):
+                door.enter(address, b"another", {}, time.monotonic() + 10)
+        greeting = door._GREETING + bytes(door._NONCE)
+        for _ in range(20):
+            with socket.create_connection((address.host, address.port), 10) as guest:
+                guest.sendall(greeting + bytes(door._NONCE))
+                while guest.recv(100):
+                    pass
+    assert sum("does not know the secret" in line for line in caplog.messages) == 1
 
 
 def test_a_server_that_only_claims_to_be_one() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import json
 import logging
 import os
@@ -74,20 +75,24 @@ class Door:
     ) -> None:
         self._secret, self._admit = secret, admit
         self._is_closed, self._lock = False, threading.Lock()
-        if address.host in ("0.0.0.0", "::"):
-            raise Config(f"address={address}: name the address of this host at which clients reach it")
         try:
-            family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
-            self._listener = socket.create_server((address.host, address.port), family=family, backlog=128)
-        except OSError as error:
+            family, _, _, _, at = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+            if ipaddress.ip_address(str(at[0]).partition("%")[0]).is_unspecified:
+                raise Config(f"address={address}: name the address of this host at which clients reach it")
+            self._listener = socket.create_server(at[:2], family=family, backlog=128)
+        except Config:
+            raise  # it is a ValueError, too
+        except (OSError, ValueError) as error:
             raise Config(
                 f"nothing can listen at {address}: {error}. Is another process there, or is it another host's?"
             ) from None
-        # Those that come while as many have not proved the secret wait in the kernel's queue.
-        self._places = threading.BoundedSemaphore(_MOST_GUESTS)
+        # Those that have not proved the secret, the oldest first.
+        self._guests: dict[socket.socket, None] = {}
+        self._turned_away, self._told = 0, -_TELL_EVERY_S
+        self._threads = threading.BoundedSemaphore(2 * _MOST_GUESTS)
         self._thread = threading.Thread(target=self._listen, name="penstock-door", daemon=True)
-        self._thread.start()
         _open.add(self)
+        self._thread.start()
 
     def close(self) -> None:
         """Let nobody in any more. Those that were let in before have their answer, or get it."""
@@ -99,16 +104,43 @@ class Door:
 
     def _listen(self) -> None:
         while True:
-            self._places.acquire()
+            self._threads.acquire()
+            guest = None
             try:
                 guest, _ = self._listener.accept()
-            except OSError:
+                self._take_in(guest)
+                threading.Thread(target=self._receive, args=(guest,), name="penstock-guest", daemon=True).start()
+            except (OSError, RuntimeError) as error:
                 if self._listener.fileno() < 0:
                     return
-                self._places.release()
-                time.sleep(_ACCEPT_AGAIN_S)  # descriptors are short, or the guest has gone
-                continue
-            threading.Thread(target=self._receive, args=(guest,), name="penstock-guest", daemon=True).start()
+                if guest is not None:
+                    self._guests.pop(guest, None)
+                    guest.close()
+                self._threads.release()
+                log.debug("a client did not come in: %s", error)
+                time.sleep(_ACCEPT_AGAIN_S)  # descriptors or threads are short, or the guest has gone
+
+    def _take_in(self, guest: socket.socket) -> None:
+        """It may prove the secret. Where too many are about it, the one that has been for longest has to go: silent ones keep
+        nobody out."""
+        guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._guests[guest] = None
+        if len(self._guests) > _MOST_GUESTS:
+            oldest = next(iter(self._guests))
+            self._guests.pop(oldest, None)
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # ends its thread
+
+    def _turn_away(self, guest: socket.socket) -> None:
+        """Log it, at most once a minute: anybody can come."""
+        self._turned_away += 1
+        if time.monotonic() - self._told >= _TELL_EVERY_S:
+            log.warning(
+                "a process at %s that does not know the secret was turned away (%d so far)",
+                guest.getpeername()[0],
+                self._turned_away,
+            )
+            self._told = time.monotonic()
 
     def _receive(self, guest: socket.socket) -> None:
         try:
@@ -121,18 +153,20 @@ class Door:
                 exchange = _Exchange(self._secret, theirs, ours)
                 wire.send(ours + exchange.proof("server"))
                 if not hmac.compare_digest(wire.receive(_NONCE), exchange.proof("client")):
-                    log.warning("a process at %s that does not know the secret was turned away", guest.getpeername()[0])
+                    self._turn_away(guest)
                     return
+                self._guests.pop(guest, None)
                 message = exchange.read(wire, "client's")
                 with self._lock:
                     if self._is_closed:
                         return  # the client tries again, until the next server is there
                     answer = self._admit(message, exchange.proof("group"))
                 exchange.write(wire, "server's", answer)
-        except (OSError, ValueError) as error:
-            log.info("a client did not come in: %s", error)
+        except (OSError, ValueError, RecursionError) as error:
+            log.debug("a client did not come in: %s", error)
         finally:
-            self._places.release()
+            self._guests.pop(guest, None)
+            self._threads.release()
 
 
 def enter(address: Address, secret: bytes, message: dict[str, Any], until: float) -> tuple[dict[str, Any], bytes]:
@@ -147,9 +181,12 @@ def enter(address: Address, secret: bytes, message: dict[str, Any], until: float
     while (left := until - time.monotonic()) > 0:
         try:
             with socket.create_connection((address.host, address.port), min(left, _WITHIN_S)) as connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return _enter(connection, address, secret, message, min(until, time.monotonic() + _WITHIN_S))
         except PenstockError:
             raise  # some are OSErrors, too
+        except UnicodeError as error:
+            raise Config(f"address={address}: {address.host} is no host's name ({error})") from None
         except OSError as error:
             last = error
             time.sleep(min(_AGAIN_S, max(0.0, until - time.monotonic())))
@@ -169,7 +206,7 @@ def _enter(
     exchange.write(wire, "client's", message)
     try:
         return exchange.read(wire, "server's"), exchange.proof("group")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(f"the server at {address} has sent {error}") from None
 
 
@@ -250,3 +287,4 @@ _WITHIN_S = 5.0
 _MOST_GUESTS = 64
 _AGAIN_S = 0.05
 _ACCEPT_AGAIN_S = 0.1
+_TELL_EVERY_S = 60.0

@@ -452,7 +452,7 @@ class Client:
             keep=kept,
         )
         if block is not None:
-            block.add(self._core, work.without_reply(), number)
+            block.add(_Caller(self), work.without_reply(), number)
         return Work(self, work, what, into, is_push=kind == "push")
 
     def _meet(self, keys: Keys, timeout_s: float) -> tuple[str, dict[str, Any]]:
@@ -505,6 +505,17 @@ class Client:
         if "refused" in answer:
             who = _described(server) if " " in server else server
             raise Refused(f"endpoint {self.name} ({who}) refuses this process: {answer['refused']}")
+
+
+class _Caller:
+    """A client, for a block of `penstock.priority` that may outlive it."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = weakref.ref(client)
+
+    def reprioritise(self, operation: Any, priority: int, /) -> None:
+        if (client := self._client()) is not None:
+            client._core.reprioritise(operation, priority)
 
 
 class Work:
@@ -593,6 +604,8 @@ def _secret(name: str, sent: str | None, own: bytes | None) -> bytes:
 
 def _key(address: Address, given: bytes | None, of_job: bytes | None) -> bytes:
     """The secret that the two sides of a door must know."""
+    if given is not None and not (isinstance(given, bytes) and given):
+        raise ConfigError("a secret is a text or bytes, not empty")
     if not (key := given or of_job):
         raise ConfigError(
             f"an endpoint at an address ({address}) needs a secret: give secret=, or set PENSTOCK_SECRET or PENSTOCK_SECRET_FILE"

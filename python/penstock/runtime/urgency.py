@@ -53,7 +53,8 @@ class Urgency:
         with self._lock:
             self._number = number
             for started, operation in self._running:
-                started.reprioritise(operation, engine_priority(number))
+                # A signal handler may change it meanwhile.
+                started.reprioritise(operation, engine_priority(self._number))
 
     def add(self, started: Started, operation: Operation, number: int) -> None:
         """This operation has started in the block, with this number."""
