@@ -209,7 +209,7 @@ def test_silent_guests_keep_nobody_out() -> None:
     with _door() as (address, let_in):
 
         def come_back() -> None:
-            while not stops.is_set():
+            while not stops.wait(0.3):
                 with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), 10) as guest:
                     guest.settimeout(0.1)
                     while not stops.is_set():
