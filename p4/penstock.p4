@@ -411,7 +411,8 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
             } else {
                 if (hdr.penstock.format != NONE || hdr.penstock.length != 0) {
                     malformed = true;
-                } else if (hdr.penstock.kind != HEARTBEAT_DOWN && hdr.penstock.workers == 0) {
+                } else if (hdr.penstock.kind != HEARTBEAT_DOWN && hdr.penstock.kind != MISSING
+                           && hdr.penstock.workers == 0) {
                     malformed = true;
                 } else if (hdr.penstock.kind == HEARTBEAT_DOWN || hdr.penstock.kind == MISSING) {
                     malformed = hdr.penstock.flags != 0;

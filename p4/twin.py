@@ -472,7 +472,7 @@ class Switch:
             if p.kind == PUSH:
                 return p.flags > LOST | FULL or p.workers == 0
             return p.flags & (FULL ^ 0xFF) != 0
-        if p.format != NONE or p.length != 0 or (p.kind != HEARTBEAT_DOWN and p.workers == 0):
+        if p.format != NONE or p.length != 0 or (p.kind not in (HEARTBEAT_DOWN, MISSING) and p.workers == 0):
             return True
         return p.flags != 0 if p.kind in (HEARTBEAT_DOWN, MISSING) else p.flags > LOST
 

@@ -165,7 +165,7 @@ def cases() -> list[Case]:
     s.send("a missing with a block", ABOVE, packet(MISSING, a, format=I32), "malformed")
     s.send("a missing with a format", ABOVE, packet(MISSING, format=I32), "malformed")
     s.send("a missing that says LOST", ABOVE, packet(MISSING, flags=LOST), "malformed")
-    s.send("nobody's block is missing", ABOVE, packet(MISSING, workers=0), "malformed")
+    s.send("a request for nobody", 0, packet(REQUEST, workers=0), "malformed")
     s.push("a push may say LOST; what goes up does not", 0, 0, a, "added", [0], a, flags=LOST)
     s.push("so", 1, 0, b, "added completed", [0, 1], ab, up=ab, flags=LOST)
 
@@ -252,6 +252,7 @@ def cases() -> list[Case]:
     s.ask("some of them", 0, 0x5, "named", named=0x5)
     s.ask("workers that are not below are not told of", 0, 0x31, "named", named=0x1)
     s.ask("nobody below", 0, 0x30, "")
+    s.ask("nobody at all", 0, 0, "")
     s.push("a child with two workers", 1, 0, a, "added", [1], a, heard=(1, 4), exponent=-9)
     s.ask("who is in the slot is not named", 0, 0xF, "named", named=0x9)
     s.ask("all that are named are in, the sum is not complete: nothing", 0, 0x6, "")

@@ -204,15 +204,14 @@ impl Aggregator {
 }
 
 impl Table {
-    /// A table with empty slots, and no memory for blocks.
+    /// A table without slots and without memory for blocks: all of its SeqNums are missing.
     pub(crate) fn new(tenant: Tenant, shard: Shard) -> Table {
-        let slots = shard.slots(tenant.window);
         Table {
             all: tenant.children.iter().fold(0, |all, child| all | child.workers),
             children: tenant.children.iter().map(|child| child.endpoint).collect(),
-            slots: vec![EMPTY; slots],
+            slots: Vec::new(),
             memory: Vec::new(),
-            results: vec![[0; HEADER_BYTES]; if tenant.results { slots } else { 0 }],
+            results: Vec::new(),
             heart: vec![None; tenant.children.len()],
             path: Path::default(),
             parent_is_lost: false,
@@ -222,24 +221,31 @@ impl Table {
         }
     }
 
-    /// Reserves the memory for blocks, if it has none. What is never written, such as places for floats in a job of integers, stays
-    /// the kernel's.
+    /// Reserves slots and the memory for blocks, if it has none. What is never written, such as places for floats in a job of
+    /// integers, stays the kernel's.
     pub(crate) fn reserve(&mut self) {
-        if self.memory.is_empty() {
-            self.memory = vec![0; self.tenant.memory_bytes(self.slots.len())];
+        if self.slots.is_empty() {
+            let slots = self.shard.slots(self.tenant.window);
+            self.slots = vec![EMPTY; slots];
+            self.memory = vec![0; self.tenant.memory_bytes(slots)];
+            self.results = vec![[0; HEADER_BYTES]; if self.tenant.results { slots } else { 0 }];
         }
     }
 
-    /// Forgets all blocks and frees their memory. What children have said of Ack and Credit stays.
+    /// Forgets all blocks and frees slots and memory. What children have said of Ack and Credit stays.
     pub(crate) fn release(&mut self) {
-        self.slots.fill(EMPTY);
-        self.memory = Vec::new();
+        (self.slots, self.memory, self.results) = (Vec::new(), Vec::new(), Vec::new());
+    }
+
+    /// What [`Table::reserve`] takes for a server's table of so many children.
+    pub(crate) fn server_bytes(window: u32, block_bytes: usize, children: usize) -> usize {
+        (window as usize).saturating_mul((children + 1).saturating_mul(block_bytes) + size_of::<Slot>())
     }
 
     /// The children whose block of this SeqNum is not in its slot, as a bitmap.
     pub(crate) fn missing(&self, seq: Serial) -> u64 {
-        match self.slot_of(seq).map(|index| &self.slots[index]) {
-            Ok(slot) if slot.tag == Some(seq) => self.all & !slot.have,
+        match self.slot_of(seq).map(|index| self.slots.get(index)) {
+            Ok(Some(slot)) if slot.tag == Some(seq) => self.all & !slot.have,
             _ => self.all,
         }
     }
@@ -247,7 +253,7 @@ impl Table {
     /// The packet that takes a slot's sum up, if the slot has the whole sum of this SeqNum.
     pub(crate) fn sum_of(&self, seq: Serial, rules: Rules) -> Option<(Header, &[u8])> {
         let index = self.slot_of(seq).ok()?;
-        let slot = &self.slots[index];
+        let slot = self.slots.get(index)?;
         (slot.tag == Some(seq) && slot.have == self.all && !slot.is_result)
             .then(|| (self.sum_header(index, seq, rules), self.block(index)))
     }
@@ -348,7 +354,7 @@ impl Table {
             return;
         }
         let was_direct = self.path.is_direct;
-        self.path.follow(header.workers, self.is_server(from));
+        self.path.follow(header.workers, self.is_server(from), header.kind);
         self.parent_is_lost = self.path.is_direct && (self.parent_is_lost || !was_direct);
         // Results may be repeated by nodes that have them; a heartbeat comes from the server, through all nodes above.
         if from == parent && header.kind == Kind::HeartbeatDown {
@@ -463,12 +469,9 @@ impl Table {
         } else if asked & !have != 0 {
             Decision::Missing { header: Header { workers: asked & !have, ..*header }, child: None }
         } else if asked == 0 && self.tenant.results {
-            // The missing blocks are other nodes': these children learn that their path works, by a name that no child has.
-            let workers = if self.is_flat() { header.workers } else { !self.all };
-            match workers {
-                0 => Decision::Nothing,
-                _ => Decision::Missing { header: Header { workers, ..*header }, child: None },
-            }
+            // The missing blocks are other nodes': these children learn that their path works.
+            let workers = if self.is_flat() { header.workers } else { 0 };
+            Decision::Missing { header: Header { workers, ..*header }, child: None }
         } else {
             Decision::Nothing
         })
@@ -572,7 +575,9 @@ impl Table {
             let slot = self.slot_of(*seq).map(|index| &self.slots[index]);
             slot.is_ok_and(|slot| slot.ahead(*seq, rules) == 0 && !slot.is_result && slot.have & name == 0)
         };
-        let before = [REORDERED, self.tenant.window / 2].into_iter().filter(|distance| *distance >= REORDERED);
+        // This shard has only every so many SeqNums.
+        let before = [REORDERED, self.tenant.window / 2].map(|distance| distance.next_multiple_of(self.shard.count));
+        let before = before.into_iter().filter(|distance| (REORDERED..self.tenant.window).contains(distance));
         let seq = before.map(|distance| header.seq.plus(distance.wrapping_neg())).find(is_lost)?;
         let (kind, format) = (Kind::Missing, Format::None);
         let header = Header { kind, format, seq, flags: 0, exponent: 0, workers: name, ..*header };
@@ -584,7 +589,7 @@ impl Table {
         if seq.0 & (self.shard.count - 1) != self.shard.index {
             return Err(Refusal::Shard);
         }
-        Ok((seq.0 / self.shard.count) as usize & (self.slots.len() - 1))
+        Ok((seq.0 / self.shard.count) as usize & (self.shard.slots(self.tenant.window) - 1))
     }
 
     /// The index of the child at `from`, whose name must be exactly `workers`. The server speaks for a child that is bypassed.
@@ -662,6 +667,10 @@ impl Aggregator {
 
 #[cfg(test)]
 impl Table {
+    pub(crate) fn reserved_bytes(&self) -> usize {
+        self.slots.capacity() * size_of::<Slot>() + self.memory.capacity() + self.results.capacity() * HEADER_BYTES
+    }
+
     pub(crate) fn digest(&self, state: &mut impl std::hash::Hasher) {
         use std::hash::Hash;
         (&self.slots, &self.heart, self.path, self.parent_is_lost).hash(state);

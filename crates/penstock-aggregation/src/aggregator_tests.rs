@@ -287,7 +287,7 @@ fn results() {
 }
 
 /// Names of one hop: what goes up names this node alone, what is missing above is asked of all children that are not in the slot,
-/// and others' missing blocks go on under a name that no child has.
+/// and others' missing blocks go on under no name.
 #[test]
 fn names_of_a_hop() {
     const SERVER: Endpoint = Endpoint(8);
@@ -301,7 +301,7 @@ fn names_of_a_hop() {
         }
     };
     assert_eq!(handle(&mut node, 0, &push(0, 0, 5)), Ok(None));
-    assert_eq!((ask(&mut node, 1 << 40), ask(&mut node, 1)), (Some(0b10), Some(!0b11)));
+    assert_eq!((ask(&mut node, 1 << 40), ask(&mut node, 1)), (Some(0b10), Some(0)));
     assert_eq!(handle(&mut node, 1, &push(1, 0, 7)), Ok(Some((0, 1 << 40, 12))));
     // The server stands in for a child.
     assert_eq!(handle(&mut node, SERVER.0, &push(0, 1, 5)), Ok(None));
@@ -341,6 +341,24 @@ fn gaps() {
     }
     let missing = |at| (at, vec![Endpoint(1)], Kind::Missing, 2, 0b10);
     assert_eq!(asked, [missing(5), missing(10)]);
+}
+
+/// An aggregator with several shards asks as well: each shard at the first of its own blocks that is three or more later.
+#[test]
+fn gaps_in_shards() {
+    for (count, asked_at) in [(1, [4, 9]), (2, [6, 10]), (4, [8, 12])] {
+        let lost = count;
+        let mut node = Aggregator::sharded(limits(), Shard { index: 0, count });
+        node.open(Tenant { server: Some(Endpoint(8)), name: 1, ..tenant(16, 2) }).unwrap();
+        let _ = node.handle_packet(Endpoint(0), &push(0, lost, 1)).unwrap();
+        let mut asked = Vec::new();
+        for seq in (0..16).step_by(count as usize).filter(|seq| *seq != lost) {
+            if let Action::Send { header, .. } = node.handle_packet(Endpoint(1), &push(1, seq, 1)).unwrap() {
+                asked.push((seq, decode(&header).unwrap().header.seq.0));
+            }
+        }
+        assert_eq!(asked, asked_at.map(|at| (at, lost)), "{count} shards");
+    }
 }
 
 /// While its parent is bypassed, a node's sums go to the server, and say LOST until the parent is heard again.

@@ -118,7 +118,7 @@ pub struct Header {
     /// The exponent that the block's workers share.
     pub exponent: i16,
     /// Going up: the name of the sender at the node above it, a bitmap of that node's children. In a `Missing`: the children of
-    /// the node that it comes from whose blocks are missing. Otherwise, going down: the state of the job's paths (`path.rs`).
+    /// the node that it comes from whose blocks are missing; 0 if only blocks of other nodes are. Otherwise, going down: the state of the job's paths (`path.rs`).
     pub workers: u64,
 }
 
@@ -230,7 +230,7 @@ pub fn decode(bytes: &[u8]) -> Result<Packet<'_>, PacketError> {
     if header.flags & !allowed != 0 {
         return Err(PacketError::Flags { kind, flags: header.flags });
     }
-    if (kind.is_upward() || kind == Kind::Missing) && header.workers == 0 {
+    if kind.is_upward() && header.workers == 0 {
         return Err(PacketError::Workers);
     }
     Ok(Packet { header, payload, coded: &bytes[..CODED_BYTES], digest: u32_at(28), code: u64_at(40) })

@@ -1,30 +1,51 @@
 //! Which way goes up: through the parent, or past it to the server.
 
+use crate::packet::Kind;
+use std::hash::{Hash, Hasher};
+
 /// A node's path, as packets from above describe it.
 ///
 /// The server numbers the states of a job's paths. Each result and heartbeat carries the number, doubled, and one more in a packet
 /// that goes straight to a node because its parent is bypassed. A packet that came through the parent with a larger number than any
 /// before says that the server does not send straight any more. (The server sends the straight packets of a new state first.)
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+///
+/// Without a key anybody can forge a large number. So after some heartbeats in a row with lower ones, these are believed: nobody keeps
+/// heartbeats, and so old ones do not come for long.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Path {
     newest: u64,
+    /// Heartbeats in a row with a lower number.
+    lower: u8,
     /// What goes up goes to the server.
     pub(crate) is_direct: bool,
 }
 
 impl Path {
-    /// Takes `state` from a packet that came from the server itself (`is_straight`) or through the parent.
-    pub(crate) fn follow(&mut self, state: u64, is_straight: bool) {
+    /// Takes `state` from a packet of this kind that came from the server itself (`is_straight`) or through the parent.
+    pub(crate) fn follow(&mut self, state: u64, is_straight: bool, kind: Kind) {
         let (number, is_bypass) = (state / 2, state % 2 == 1);
         if number < self.newest {
-            return;
+            self.lower += u8::from(kind == Kind::HeartbeatDown);
+            if self.lower < MOST_LOWER {
+                return;
+            }
         }
         if is_straight {
             self.is_direct = is_bypass;
-        } else if number > self.newest {
+        } else if number != self.newest {
             self.is_direct = false;
         }
-        self.newest = number;
+        (self.newest, self.lower) = (number, 0);
+    }
+}
+
+/// Some 30 ms while blocks are in flight. Old ones that are believed by mistake do no harm: the next new one is believed again.
+const MOST_LOWER: u8 = 16;
+
+/// Without the count, which no exhaustive test brings to an effect.
+impl Hash for Path {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (self.newest, self.is_direct).hash(state);
     }
 }
 
@@ -42,7 +63,7 @@ mod tests {
     fn states_in_any_order() {
         let mut path = Path::default();
         let mut step = |number, is_bypass, is_straight| {
-            path.follow(state(number, is_bypass), is_straight);
+            path.follow(state(number, is_bypass), is_straight, Kind::Result);
             path.is_direct
         };
         assert!(!step(0, false, false));
@@ -57,5 +78,28 @@ mod tests {
         assert!(!step(4, true, false), "it was sent straight to the parent");
         assert!(step(4, true, true));
         assert!(!step(4, false, true));
+    }
+
+    /// A forged number is forgotten: the server's heartbeats win again, from whichever side they come, and old results do not.
+    #[test]
+    fn a_forged_number() {
+        for is_straight in [true, false] {
+            for is_bypass in [true, false] {
+                let mut path = Path::default();
+                path.follow(state(7, is_bypass), true, Kind::HeartbeatDown);
+                path.follow(u64::MAX - u64::from(is_bypass), true, Kind::HeartbeatDown);
+                assert_ne!(path.is_direct, is_bypass);
+                for _ in 0..100 {
+                    path.follow(state(6, is_bypass), is_straight, Kind::Result);
+                }
+                assert_ne!(path.is_direct, is_bypass);
+                for _ in 0..MOST_LOWER {
+                    path.follow(state(7, is_straight && is_bypass), is_straight, Kind::HeartbeatDown);
+                }
+                assert_eq!((path.newest, path.is_direct), (7, is_straight && is_bypass));
+                path.follow(state(7, is_bypass), true, Kind::HeartbeatDown);
+                assert_eq!(path.is_direct, is_bypass);
+            }
+        }
     }
 }

@@ -47,7 +47,8 @@ pub struct ServerConfig {
     /// Each worker's own address, by number.
     pub workers: Vec<Endpoint>,
     /// For how many dead aggregators the server stands in at once, besides those that add no floats. Each costs
-    /// `window * (children + 1) * block_bytes`, while it is bypassed. One more is not bypassed until another is back.
+    /// `window * (children + 1) * block_bytes`, while it is bypassed. One more is not bypassed until another is back: workers below
+    /// it that hear nothing for [`super::Timing::server_dead_after`] give the server up.
     pub stand_ins: usize,
     /// How often Ack and Credit are sent while blocks are in flight. The loss of the last packets of a burst is noticed after
     /// this time.
@@ -62,10 +63,13 @@ impl ServerConfig {
     pub const HEARTBEAT_EVERY: u64 = 2 * MILLISECOND;
     /// See [`ServerConfig::HEARTBEAT_EVERY`].
     pub const IDLE_EVERY: u64 = 100 * MILLISECOND;
+    /// See [`ServerConfig::stand_ins`]: the number in daemons and simulations. With racks of 32, 256 slots and the longest blocks they
+    /// take 1.2 GB.
+    pub const STAND_INS: usize = 16;
 }
 
 /// The end of a job's path, where sums are committed. Memory: `window * (children + 1) * block_bytes`, reserved at once, and what
-/// [`ServerConfig::stand_ins`] says.
+/// [`ServerConfig::stand_ins`] says: together [`ServerConfig::memory_bytes`].
 #[derive(Clone, Debug)]
 pub struct Server {
     config: ServerConfig,
@@ -316,8 +320,7 @@ impl Server {
             return Some(Transmit { to, header, payload: &[] });
         }
         while let Some((to, seq)) = self.losses.names.pop_front() {
-            let workers = self.names_for(to, seq);
-            if workers != 0 {
+            if let Some(workers) = self.names_for(to, seq) {
                 let header = Header { workers, ..self.downward(Kind::Missing, seq, to) };
                 return Some(Transmit { to, header: header.encode(&[], self.config.key.as_ref()), payload: &[] });
             }

@@ -484,3 +484,37 @@ proptest! {
         }
     }
 }
+
+/// A server's tables take memory only while they stand in, and together no more than is charged for them, however many aggregators
+/// there are: forty racks die one after another, with places for three.
+#[test]
+fn tables_take_what_is_charged() {
+    let rack = |number: u32| {
+        let children = vec![Node::Worker(2 * number as u16), Node::Worker(2 * number as u16 + 1)];
+        Node::Aggregator { endpoint: Endpoint(1000 + number), is_full: true, children }
+    };
+    let tree = Tree { children: (0..40).map(rack).collect() };
+    let workers: Vec<Endpoint> = (0..80).map(Endpoint).collect();
+    let config = ServerConfig { tree, workers, window: 1024, stand_ins: 3, ..config(4) };
+    let flat = ServerConfig { tree: Tree { children: (0..40).map(Node::Worker).collect() }, ..config.clone() };
+    let charged = config.memory_bytes() - flat.memory_bytes();
+    let mut server = Server::new(Time(0), config);
+    assert_eq!(server.paths.reserved_bytes(), 0);
+    for number in 0..40u32 {
+        for (worker, name) in [(2 * number, 1), (2 * number + 1, 2)] {
+            let beat = Header { flags: FLAG_LOST, ..header(Kind::HeartbeatUp, name, 0, 0) }.encode(&[], None);
+            server.handle_packet(Time(0), Endpoint(worker), &beat).unwrap();
+        }
+        let push =
+            [&Header { flags: FLAG_LOST, ..header(Kind::Push, 1, 0, 0) }.encode(&[1; 4], None)[..], &[1; 4]].concat();
+        let is_in = server.handle_packet(Time(0), Endpoint(2 * number), &push).is_ok();
+        assert_eq!(is_in, number < 3);
+        let reserved = server.paths.reserved_bytes();
+        assert!(reserved > 0 && reserved <= charged, "{reserved} of {charged} bytes");
+    }
+    for worker in 0..80u32 {
+        let beat = header(Kind::HeartbeatUp, 1 << (worker % 2), 0, 0).encode(&[], None);
+        server.handle_packet(Time(0), Endpoint(worker), &beat).unwrap();
+    }
+    assert_eq!((server.bypassed().count(), server.paths.reserved_bytes()), (0, 0));
+}

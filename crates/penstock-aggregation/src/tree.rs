@@ -49,6 +49,10 @@ pub struct Tree {
 pub const MAX_CHILDREN: usize = 64;
 /// The most workers of a job. Sums of integers of 32 bits keep 19 bits of each worker's elements then.
 pub const MAX_WORKERS: usize = 4096;
+/// The most aggregators of a job: with 4,096 workers and two children each there are 4,095.
+pub(crate) const MAX_AGGREGATORS: usize = MAX_WORKERS;
+/// The most aggregators above each other.
+pub(crate) const MAX_DEPTH: usize = 32;
 
 impl Tree {
     /// All workers, from left to right.
@@ -57,13 +61,21 @@ impl Tree {
         self.children.iter().flat_map(Node::workers).collect()
     }
 
-    /// Checks that there is a worker, and at most [`MAX_WORKERS`], that each occurs once, and that every node has 1 to
-    /// [`MAX_CHILDREN`] children.
+    /// Checks that there is a worker, and at most [`MAX_WORKERS`], that each occurs once, that every node has 1 to [`MAX_CHILDREN`]
+    /// children, and that there are at most 4,096 aggregators, and 32 above each other.
     ///
     /// # Errors
     /// The first thing that is wrong.
     pub fn check(&self) -> Result<(), TreeError> {
-        fn walk(nodes: &[Node], seen: &mut HashSet<u16>) -> Result<(), TreeError> {
+        fn walk(
+            nodes: &[Node],
+            depth: usize,
+            seen: &mut HashSet<u16>,
+            aggregators: &mut usize,
+        ) -> Result<(), TreeError> {
+            if depth > MAX_DEPTH {
+                return Err(TreeError::Depth);
+            }
             if nodes.is_empty() {
                 return Err(TreeError::Childless);
             }
@@ -77,12 +89,18 @@ impl Tree {
                     }
                     Node::Worker(worker) if !seen.insert(*worker) => return Err(TreeError::Twice(*worker)),
                     Node::Worker(_) => {}
-                    Node::Aggregator { children, .. } => walk(children, seen)?,
+                    Node::Aggregator { children, .. } => {
+                        *aggregators += 1;
+                        if *aggregators > MAX_AGGREGATORS {
+                            return Err(TreeError::Aggregators);
+                        }
+                        walk(children, depth + 1, seen, aggregators)?;
+                    }
                 }
             }
             Ok(())
         }
-        walk(&self.children, &mut HashSet::new())
+        walk(&self.children, 0, &mut HashSet::new(), &mut 0)
     }
 }
 
@@ -97,6 +115,10 @@ pub enum TreeError {
     Childless,
     /// A node has more than [`MAX_CHILDREN`] children.
     Children(usize),
+    /// There are more than [`MAX_AGGREGATORS`].
+    Aggregators,
+    /// More than [`MAX_DEPTH`] aggregators are above each other.
+    Depth,
 }
 
 impl fmt::Display for TreeError {
@@ -110,6 +132,8 @@ impl fmt::Display for TreeError {
             TreeError::Children(count) => {
                 write!(f, "a node has {count} children; at most {MAX_CHILDREN} are possible: put aggregators between")
             }
+            TreeError::Aggregators => write!(f, "more than {MAX_AGGREGATORS} aggregators: a job has at most as many"),
+            TreeError::Depth => write!(f, "more than {MAX_DEPTH} aggregators above each other: use a flatter tree"),
         }
     }
 }
@@ -135,5 +159,15 @@ mod tests {
         let racks: Vec<Node> = (0..64).map(|number| rack(flat(64 * number..64 * number + 64))).collect();
         assert_eq!(check(racks.clone()), Ok(()));
         assert_eq!(Tree { children: racks }.workers(), (0..4096).collect::<Vec<u16>>());
+        let chain = |worker, length| (0..length).fold(Node::Worker(worker), |below, _| rack(vec![below]));
+        assert_eq!(check(vec![chain(0, MAX_DEPTH)]), Ok(()));
+        assert_eq!(check(vec![chain(0, MAX_DEPTH + 1)]), Err(TreeError::Depth));
+        let chains = |count: u16| -> Vec<Node> {
+            (0..count)
+                .step_by(4)
+                .map(|at| rack((at..count.min(at + 4)).map(|worker| chain(worker, 31)).collect()))
+                .collect()
+        };
+        assert_eq!((check(chains(128)), check(chains(136))), (Ok(()), Err(TreeError::Aggregators)));
     }
 }

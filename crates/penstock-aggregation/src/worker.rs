@@ -452,7 +452,7 @@ impl Worker {
         }
         if self.config.parent != self.config.server {
             let before = self.way.is_direct;
-            self.way.follow(header.workers, from == self.config.server);
+            self.way.follow(header.workers, from == self.config.server, header.kind);
             if self.way.is_direct && !before {
                 // Blocks that went up through the aggregator may be lost with it.
                 self.entries.iter_mut().for_each(|entry| entry.asked = true);

@@ -56,8 +56,8 @@ impl Config {
     pub const PORT: u16 = 7471;
     /// Windows of 256 of 256 jobs.
     pub const SLOTS: usize = 65536;
-    /// A hundred jobs with windows of 256 full blocks.
-    pub const MEMORY_BYTES: usize = 1 << 30;
+    /// A server's job with racks of 32 and windows of 256 full blocks takes 1.2 GB while 16 racks are dead.
+    pub const MEMORY_BYTES: usize = 2 << 30;
     /// A guess at what shares one node.
     pub const JOBS: usize = 64;
     /// Eight workers' windows of 64 full blocks, with the kernel's bookkeeping.
@@ -76,7 +76,12 @@ impl Config {
             role,
             listen,
             shards: 1,
-            limits: Limits { jobs: Config::JOBS, slots: Config::SLOTS, memory_bytes: Config::MEMORY_BYTES },
+            limits: Limits {
+                jobs: Config::JOBS,
+                slots: Config::SLOTS,
+                memory_bytes: usize::try_from(physical_memory())
+                    .map_or(Config::MEMORY_BYTES, |all| all.min(Config::MEMORY_BYTES)),
+            },
             secret: None,
             offloads: true,
             buffer_bytes: Config::BUFFER_BYTES,

@@ -146,7 +146,7 @@ const OPTIONS: &[NodeOption] = &[
     NodeOption {
         name: "memory",
         value: Some("BYTES"),
-        default: Some("1G"),
+        default: Some("2G"),
         help: "Bytes of sums of all jobs together, such as 512M.",
         roles: BOTH,
         read: |config, text| parse_bytes(text).map(|bytes| config.limits.memory_bytes = bytes),

@@ -122,7 +122,7 @@ fn malformed() {
 #[test]
 fn quotas() {
     for (role, job) in both() {
-        // 16 slots of 1000 bytes; a server keeps a block of each of two workers, and the sum.
+        // 16 slots of 1000 bytes; a server keeps a block of each of two workers, and the sum, and some more.
         let memory = if role == Role::Server { 16 * 3 * 1000 } else { 16 * 1000 };
         let limits =
             |jobs, slots, memory_bytes| Config { limits: Limits { jobs, slots, memory_bytes }, ..config(role) };

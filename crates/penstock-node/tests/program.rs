@@ -133,3 +133,36 @@ fn drop_is_announced() {
     signal(&child, rustix::process::Signal::KILL);
     child.wait().unwrap();
 }
+
+/// A tree of hundreds of aggregators, in a few kilobytes of text, takes no more memory than is charged for it, and one of thousands
+/// is refused.
+#[test]
+fn a_tree_takes_what_is_charged() {
+    let (mut child, at, _log) = start(&["server", "--listen", "127.0.0.1:0"]);
+    let resident = || -> usize {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+        1024 * line.split_whitespace().next().unwrap().parse::<usize>().unwrap()
+    };
+    let job = |chains: usize, length: usize| {
+        let chain = |worker: usize| {
+            (0..length).fold(json!({"worker": worker}), |below, level| {
+                let address = format!("10.{worker}.{level}.1:1");
+                json!({"aggregator": {"address": address}, "children": [below]})
+            })
+        };
+        let workers: Vec<String> = (0..chains).map(|worker| format!("127.0.1.{worker}:9")).collect();
+        json!({"epoch": 1, "key": null, "window": 65536, "block_bytes": 1, "start": 0, "names": "children",
+            "tree": (0..chains).map(chain).collect::<Vec<_>>(), "workers": workers})
+    };
+    let before = resident();
+    let (status, reply) = put(at, 1, &job(20, 30));
+    assert_eq!(status, 201, "{reply}");
+    let grown = resident() - before;
+    let charged = get(at, "/jobs")["jobs"][0]["memory_bytes"].as_u64().unwrap() as usize;
+    assert!(grown > 1 << 20 && grown <= charged && charged < 200 << 20, "{grown} bytes more, {charged} are charged");
+    let (status, reply) = put(at, 2, &job(20, 33));
+    assert!(status == 400 && reply.contains("more than 32 aggregators above each other"), "{reply}");
+    signal(&child, rustix::process::Signal::KILL);
+    child.wait().unwrap();
+}

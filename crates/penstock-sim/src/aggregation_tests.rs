@@ -1,5 +1,5 @@
 use super::*;
-use penstock_aggregation::{Endpoint, Node};
+use penstock_aggregation::{Endpoint, Node, ServerConfig};
 use penstock_types::Time;
 use std::ops::Range;
 
@@ -290,6 +290,54 @@ fn a_late_worker() {
             let blamed: Vec<u32> = world.ranks[0].iter().flatten().map(|rank| rank.core.stalls(0)).collect();
             assert_eq!(blamed, [0; 4], "{shape:?}, worker {late} is late, loss {loss}");
         }
+    }
+}
+
+/// A rack of as many workers as a bitmap has bits, alone or below a row, hears like smaller ones that a worker beside it is late.
+#[test]
+fn a_late_worker_beside_a_full_rack() {
+    let node = |number, children| Node::Aggregator { endpoint: Endpoint(number), is_full: true, children };
+    for (count, is_deep) in [(63, false), (64, false), (64, true)] {
+        let rack = vec![node(0, (0..count).map(Node::Worker).collect()), Node::Worker(count)];
+        let tree = Tree { children: if is_deep { vec![node(1, rack)] } else { rack } };
+        let workers = usize::from(count) + 1;
+        let scenario = Scenario {
+            tree,
+            timing: Timing::default(),
+            blocks: 40,
+            window: 16,
+            switches: false,
+            ..quiet(Shape::Direct, workers)
+        };
+        let mut world = World::new(&scenario);
+        let begins = Time(5 * SECOND);
+        world.ranks[0][workers - 1].as_mut().expect("alive").begins = begins;
+        world.wake(world.scenario.worker_endpoint(0, workers - 1), begins);
+        world.run().expect("every result is right");
+        let blamed: u32 = world.ranks[0].iter().flatten().map(|rank| rank.core.stalls(0)).sum();
+        assert_eq!(blamed, 0, "{count} workers, below a row: {is_deep}");
+    }
+}
+
+/// As many aggregators as there are places may be dead for good; with one more, all workers give the server up and go on among
+/// themselves, with right results.
+#[test]
+fn more_dead_than_places() {
+    let places = ServerConfig::STAND_INS;
+    for dead in [places, places + 1] {
+        let node = |number| Node::Aggregator {
+            endpoint: Endpoint(number),
+            is_full: true,
+            children: vec![Node::Worker(2 * number as u16), Node::Worker(2 * number as u16 + 1)],
+        };
+        let racks = places as u32 + 2;
+        let tree = Tree { children: (0..racks).map(node).collect() };
+        let workers = 2 * racks as usize;
+        let scenario =
+            Scenario { tree, timing: Timing::default(), blocks: 40, switches: false, ..quiet(Shape::Direct, workers) };
+        let faults = (0..dead).map(|aggregator| (100, Fault::Die { aggregator })).collect();
+        let outcome = check(&Scenario { faults, ..scenario });
+        assert_eq!(outcome.fallen > 0, dead > places, "{dead} dead, {} fallen", outcome.fallen);
     }
 }
 

@@ -66,11 +66,11 @@ impl Server {
     }
 
     /// The names in a message to a node: its own, if its block is missing; else those of the nodes beside it whose blocks are; or
-    /// else a name of none of them, if others' are missing.
-    pub(super) fn names_for(&self, to: Endpoint, seq: Serial) -> u64 {
+    /// else none, if others' are missing. `None`: no block is missing.
+    pub(super) fn names_for(&self, to: Endpoint, seq: Serial) -> Option<u64> {
         let missing = self.missing(seq);
         if missing == 0 {
-            return 0;
+            return None;
         }
         let place = self.hops.places[&to];
         let hop = &self.hops.list[place.0];
@@ -83,11 +83,10 @@ impl Server {
             _ if missing >> self.hops.top_of(place) & 1 == 1 => hop.kids[place.1].name,
             _ => 0,
         };
-        match lacking & hop.kids[place.1].name {
-            0 if lacking == 0 => !hop.all,
+        Some(match lacking & hop.kids[place.1].name {
             0 => lacking,
             own => own,
-        }
+        })
     }
 
     pub(super) fn name_gap(&mut self, now: Time, seq: Serial) {

@@ -4,8 +4,7 @@ use super::{Door, Known, Loss, Machine, Refused, Settings, UNAUTHENTICATED, job_
 use crate::admission::{Admitted, RoleJob};
 use crate::report::{JobReport, Report, ServerReport};
 use penstock_aggregation::{
-    Endpoint, HEADER_BYTES, Limits, Naming, Node, Receipt, Refusal, Serial, Server, ServerConfig, Transmit, Tree,
-    decode,
+    Endpoint, HEADER_BYTES, Limits, Receipt, Refusal, Serial, Server, ServerConfig, Transmit, decode,
 };
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
 use penstock_types::Time;
@@ -151,7 +150,21 @@ impl Machine for Serving {
         let RoleJob::Server { tree, naming, workers } = &job.role else { panic!("a server's job") };
         let (tree, naming, workers) = (tree.clone(), *naming, *workers);
         let slots = common.window as usize;
-        let memory_bytes = slots.saturating_mul(blocks_a_slot(&tree, naming)).saturating_mul(common.block_bytes);
+        let config = ServerConfig {
+            job: common.job,
+            epoch: common.epoch,
+            key: common.key,
+            window: common.window,
+            block_bytes: common.block_bytes,
+            start: Serial(common.start),
+            tree,
+            naming,
+            stand_ins: ServerConfig::STAND_INS,
+            workers: (0..workers as u32).map(Endpoint).collect(),
+            heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
+            idle_every: ServerConfig::IDLE_EVERY,
+        };
+        let memory_bytes = config.memory_bytes();
         let others = || self.jobs.values().filter(|open| open.job.common.job != common.job);
         let conflict = |message: String| Err(Refused::Conflict(message));
         if others().count() >= self.limits.jobs {
@@ -168,20 +181,6 @@ impl Machine for Serving {
                  --memory"
             ));
         }
-        let config = ServerConfig {
-            job: common.job,
-            epoch: common.epoch,
-            key: common.key,
-            window: common.window,
-            block_bytes: common.block_bytes,
-            start: Serial(common.start),
-            tree,
-            naming,
-            stand_ins: STAND_INS,
-            workers: (0..workers as u32).map(Endpoint).collect(),
-            heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
-            idle_every: ServerConfig::IDLE_EVERY,
-        };
         // The epoch before is removed first, so that both never need memory together.
         self.jobs.remove(&common.job);
         let open = Open {
@@ -242,29 +241,3 @@ impl Machine for Serving {
         }
     }
 }
-
-/// Blocks for which a server has memory in each slot: those of its children and their sum, and likewise for every aggregator for which
-/// it may have to stand in.
-fn blocks_a_slot(tree: &Tree, naming: Naming) -> usize {
-    fn walk(children: &[Node], tables: &mut Vec<usize>) {
-        for node in children {
-            if let Node::Aggregator { children, .. } = node {
-                tables.push(children.len() + 1);
-                walk(children, tables);
-            }
-        }
-    }
-    let mut tables = Vec::new();
-    walk(&tree.children, &mut tables);
-    tables.sort_unstable_by(|a, b| b.cmp(a));
-    let most = match naming {
-        // None of them adds floats for the server: there is a place for each.
-        Naming::Workers => tables.len(),
-        Naming::Children => STAND_INS,
-    };
-    tree.children.len() + 1 + tables.iter().take(most).sum::<usize>()
-}
-
-/// For how many dead aggregators a server stands in at a time. With racks of 32, the default window and the longest blocks, eight take
-/// 600 MB.
-const STAND_INS: usize = 8;

@@ -196,7 +196,7 @@ impl<'a> Cluster<'a> {
             start: epoch.start,
             tree: epoch.tree.clone(),
             naming: Naming::Children,
-            stand_ins: STAND_INS,
+            stand_ins: ServerConfig::STAND_INS,
             workers: (0..self.workers).map(|worker| self.worker_endpoint(job, worker)).collect(),
             heartbeat_every: self.timing.heartbeat_every,
             idle_every: self.timing.idle_every,
@@ -204,6 +204,3 @@ impl<'a> Cluster<'a> {
         Server::new(now, config)
     }
 }
-
-/// For how many dead aggregators a server stands in at once.
-const STAND_INS: usize = 16;
