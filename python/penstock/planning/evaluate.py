@@ -1,4 +1,4 @@
-"""What a scheme is worth, computed from the cluster alone: no code of the solvers, so that it can judge them."""
+"""What a scheme is worth, flow by flow. Of what the solvers use only `uses` is used here, so that it can judge them."""
 
 from __future__ import annotations
 

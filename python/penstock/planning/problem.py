@@ -75,8 +75,6 @@ class Problem:
         self.room = np.array([max(resource.room, 0.0) for resource in self.resources])
         self.scale = float(max(self.room.max(initial=0.0), self.most if math.isfinite(self.most) else 0.0)) or 1.0
         """A rate of the problem's size, in bits a second."""
-        if not self.resources and not math.isfinite(self.most):
-            raise ConfigError(f"nothing limits {job.name}: give links a rate, or servers an ingress")
 
     def _indices(self, used: Iterator[Resource]) -> tuple[int, ...]:
         found = []
