@@ -1,0 +1,209 @@
+"""The bound that no scheme can pass: the paper's phases 1 (its Eq. 2) and 2 (Eq. 5) as one linear program.
+
+With g = r_s y, h = r_s z and flows along routes everything is linear. docs/design/planner.md has the formulas, the Lagrangian, and why
+the multipliers of the paper's Eq. 3 are this program's shadow prices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import Config as ConfigError
+from penstock.planning.problem import Problem
+
+__all__ = ["Program", "Relaxed", "relax"]
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """The solution of the relaxed problem."""
+
+    bound: float
+    """What no scheme's rate passes, in bits a second: of several jobs, what the slowest one's does not."""
+    rates: np.ndarray
+    """By part."""
+    sent: list[np.ndarray]
+    """By part: by class and way, the rate of that class's workers together."""
+    forwarded: np.ndarray
+    """By part and aggregator: the rate that it sends straight to the server."""
+    nested: dict[tuple[int, int, int], float]
+    """By part, aggregator and aggregator above it: the rate."""
+    prices: np.ndarray
+    """By resource: how much faster a worker could send for each bit a second more of it."""
+
+
+class Program:
+    """The rows and columns of the relaxed problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.columns = len(problem.servers)
+        self.rows: list[int] = []
+        self.of: list[int] = []
+        self.values: list[float] = []
+        self.limits: list[float] = list(problem.room / problem.scale)
+        self.equal: tuple[list[int], list[int], list[float], list[float]] = ([], [], [], [])
+        self.sent: list[dict[tuple[int, int], int]] = []
+        self.forwarded = np.zeros((len(problem.servers), problem.straight), dtype=int)
+        self.nested: dict[tuple[int, int, int], int] = {}
+        self._routed: dict[tuple[str, str], list[int]] = {}
+        self.slowest: int | None = None
+        for s in range(len(problem.servers)):
+            self._part(s)
+        self._routes()
+        self._jobs()
+
+    def column(self) -> int:
+        self.columns += 1
+        return self.columns - 1
+
+    def most(self, limit: float, *entries: tuple[int, float]) -> None:
+        """A row: what the entries add up to is at most the limit."""
+        self.limits.append(limit)
+        for column, value in entries:
+            self._add(len(self.limits) - 1, column, value)
+
+    def _add(self, row: int, column: int, value: float) -> None:
+        self.rows.append(row)
+        self.of.append(column)
+        self.values.append(value)
+
+    def equals(self, limit: float, *entries: tuple[int, float]) -> None:
+        """A row: the entries add up to the limit."""
+        rows, of, values, limits = self.equal
+        limits.append(limit)
+        for column, value in entries:
+            rows.append(len(limits) - 1)
+            of.append(column)
+            values.append(value)
+
+    def _part(self, s: int) -> None:
+        problem, straight = self.problem, self.problem.straight
+        count = problem.count(s)
+        sent: dict[tuple[int, int], int] = {}
+        below: list[list[tuple[int, float]]] = [[] for _ in range(straight + 1)]
+        ups: list[list[int]] = []
+        for v in range(straight):
+            self.forwarded[s, v] = self.column()
+            self._flow(self.forwarded[s, v], problem.node(s, v), s, straight)
+            below[straight].append((self.forwarded[s, v], 1.0))
+            ups.append([int(self.forwarded[s, v])])
+        for v in range(straight):
+            for u in problem.parents[s][v]:
+                column = self.nested[s, v, u] = self.column()
+                self._flow(column, problem.node(s, v), s, u)
+                below[u].append((column, 1.0))
+                ups[v].append(column)
+                # Only what pushes to the server itself has aggregators below: so there are two levels, and no cycle.
+                self.most(0.0, (column, 1.0), (int(self.forwarded[s, u]), -1.0))
+        for c, near in enumerate(problem.near[s]):
+            of_class = []
+            for v in (*near, straight):
+                column = sent[c, v] = self.column()
+                of_class.append((column, 1.0))
+                self._flow(column, problem.places[problem.job_of[s]][c], s, v)
+                below[v].append((column, 1.0))
+                if v < straight:
+                    self.most(0.0, (column, 1.0 / count[c]), *((up, -1.0) for up in ups[v]))
+            self.equals(0.0, (s, -float(count[c])), *of_class)
+        for v in range(straight):
+            self.most(0.0, (s, -1.0), *((up, 1.0) for up in ups[v]))
+            most = float(problem.most_children[v])
+            self.most(0.0, *below[v], *((up, -most) for up in ups[v]))
+        self.most(0.0, *below[straight], (s, -float(problem.most_children_of_server)))
+        self.sent.append(sent)
+
+    def _flow(self, column: int, start: str, s: int, way: int) -> None:
+        """Loads what a flow loads wherever it goes; its route is chosen in `_routes`."""
+        problem = self.problem
+        intake = problem.intake_at(s, way)
+        if intake is not None:
+            self._add(intake, column, 1.0)
+        end = problem.node(s, way)
+        legs = problem.legs(start, end)
+        if len(legs) == 1:
+            for resource in legs[0]:
+                self._add(resource, column, 1.0)
+        else:
+            self._routed.setdefault((start, end), []).append(column)
+
+    def _routes(self) -> None:
+        """All flows between two nodes share their routes: what is loaded does not depend on whose they are."""
+        for (start, end), columns in self._routed.items():
+            legs = self.problem.legs(start, end)
+            shares = [self.column() for _ in legs]
+            for share, route in zip(shares, legs, strict=True):
+                for resource in route:
+                    self._add(resource, share, 1.0)
+            self.equals(0.0, *((share, 1.0) for share in shares), *((column, -1.0) for column in columns))
+
+    def _jobs(self) -> None:
+        problem = self.problem
+        parts = [np.flatnonzero(problem.job_of == job) for job in range(len(problem.jobs))]
+        for job, most in enumerate(problem.most):
+            if np.isfinite(most):
+                self.most(most / problem.scale, *((int(s), 1.0) for s in parts[job]))
+        self.aim: dict[int, float] = {int(s): 1.0 for s in parts[0]}
+        if len(parts) > 1:
+            self.slowest = self.column()
+            self.aim = {self.slowest: 1.0}
+            for each in parts:
+                self.most(0.0, (self.slowest, 1.0), *((int(s), -1.0) for s in each))
+
+    def solve(self, **options: Any) -> Any:
+        """scipy's result."""
+        from scipy.optimize import linprog
+        from scipy.sparse import coo_array
+
+        aim = np.zeros(self.columns)
+        for column, value in self.aim.items():
+            aim[column] = -value
+        rows, of, values, limits = self.equal
+        return linprog(
+            aim,
+            A_ub=coo_array((self.values, (self.rows, self.of)), shape=(len(self.limits), self.columns)).tocsr(),
+            b_ub=np.array(self.limits),
+            A_eq=coo_array((values, (rows, of)), shape=(len(limits), self.columns)).tocsr(),
+            b_eq=np.array(limits),
+            **{"method": "highs", **options},
+        )
+
+
+def relax(problem: Problem, **options: Any) -> Relaxed:
+    """Solve the relaxed problem exactly.
+
+    Raises:
+        penstock.errors.Config: nothing limits a rate.
+    """
+    program = Program(problem)
+    found = program.solve(**options)
+    if found.status == _UNBOUNDED:
+        raise ConfigError(
+            f"nothing limits a way that {problem.jobs[0].name} can take: give its links a rate, or its server an ingress"
+        )
+    if not found.success:
+        raise RuntimeError(f"the relaxed problem has a solution, all zeros, and HiGHS says: {found.message}")
+    x = found.x.clip(0) * problem.scale
+    sent = []
+    for s, columns in enumerate(program.sent):
+        each = np.zeros((len(problem.count(s)), problem.straight + 1))
+        for (c, v), column in columns.items():
+            each[c, v] = x[column]
+        sent.append(each)
+    return Relaxed(
+        bound=-found.fun * problem.scale,
+        rates=x[: len(problem.servers)],
+        sent=sent,
+        forwarded=x[program.forwarded] if program.forwarded.size else np.zeros(program.forwarded.shape),
+        nested={key: float(x[column]) for key, column in program.nested.items() if x[column] > _NOISE * problem.scale},
+        prices=-found.ineqlin.marginals[: len(problem.resources)],
+    )
+
+
+# scipy's number for it.
+_UNBOUNDED = 3
+# Flows below this share of the problem's scale are the solver's noise.
+_NOISE = 1e-9
