@@ -170,6 +170,16 @@ class Problem:
         found[rows, columns] = table.prices(padded) + padded[intakes]
         return found
 
+    def row_prices(self, s: int, c: int, padded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The ways of one class, and what a unit of rate of one worker costs on each; ``padded`` has a last element, 0."""
+        if (s, c) not in self._rows:
+            ways = (*self.near[s][c], self.straight)
+            none = len(self.resources)
+            intakes = [none if (number := self.intake_at(s, v)) is None else number for v in ways]
+            self._rows[s, c] = np.array(ways), Table([self.legs_of(s, c, v) for v in ways], none), np.array(intakes)
+        ways_of, table, intakes_of = self._rows[s, c]
+        return ways_of, table.prices(padded) + padded[intakes_of]
+
     def server_prices(self, s: int, prices: np.ndarray) -> np.ndarray:
         """By aggregator: what its sum costs on the cheapest route straight to the server."""
         padded = np.append(prices, 0.0)
@@ -192,6 +202,7 @@ class Problem:
         def intake(number: int | None) -> int:
             return none if number is None else number
 
+        self._rows: dict[tuple[int, int], tuple[np.ndarray, Table, np.ndarray]] = {}
         self._class_tables, self._server_tables = [], []
         for s in range(len(self.servers)):
             pairs = [(c, v) for c, near in enumerate(self.near[s]) for v in (*near, self.straight)]

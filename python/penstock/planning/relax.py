@@ -31,6 +31,8 @@ class Relaxed:
     """By part and aggregator: the rate that it sends straight to the server."""
     nested: dict[tuple[int, int, int], float]
     """By part, aggregator and aggregator above it: the rate."""
+    shares: dict[tuple[str, str], np.ndarray]
+    """By pair of nodes between which there are several routes: what flows on each."""
     prices: np.ndarray
     """By resource: how much faster a worker could send for each bit a second more of it."""
 
@@ -38,7 +40,8 @@ class Relaxed:
 class Program:
     """The rows and columns of the relaxed problem."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, equal: bool = False) -> None:
+        """``equal``: all servers of a job have equal parts of its model."""
         self.problem = problem
         self.columns = len(problem.servers)
         self.rows: list[int] = []
@@ -50,11 +53,12 @@ class Program:
         self.forwarded = np.zeros((len(problem.servers), problem.straight), dtype=int)
         self.nested: dict[tuple[int, int, int], int] = {}
         self._routed: dict[tuple[str, str], list[int]] = {}
+        self.shares: dict[tuple[str, str], list[int]] = {}
         self.slowest: int | None = None
         for s in range(len(problem.servers)):
             self._part(s)
         self._routes()
-        self._jobs()
+        self._jobs(equal)
 
     def column(self) -> int:
         self.columns += 1
@@ -134,18 +138,21 @@ class Program:
         """All flows between two nodes share their routes: what is loaded does not depend on whose they are."""
         for (start, end), columns in self._routed.items():
             legs = self.problem.legs(start, end)
-            shares = [self.column() for _ in legs]
+            shares = self.shares[start, end] = [self.column() for _ in legs]
             for share, route in zip(shares, legs, strict=True):
                 for resource in route:
                     self._add(resource, share, 1.0)
             self.equals(0.0, *((share, 1.0) for share in shares), *((column, -1.0) for column in columns))
 
-    def _jobs(self) -> None:
+    def _jobs(self, equal: bool) -> None:
         problem = self.problem
         parts = [np.flatnonzero(problem.job_of == job) for job in range(len(problem.jobs))]
         for job, most in enumerate(problem.most):
             if np.isfinite(most):
                 self.most(most / problem.scale, *((int(s), 1.0) for s in parts[job]))
+            if equal:
+                for s in parts[job][1:]:
+                    self.equals(0.0, (int(parts[job][0]), 1.0), (int(s), -1.0))
         self.aim: dict[int, float] = {int(s): 1.0 for s in parts[0]}
         if len(parts) > 1:
             self.slowest = self.column()
@@ -168,17 +175,17 @@ class Program:
             b_ub=np.array(self.limits),
             A_eq=coo_array((values, (rows, of)), shape=(len(limits), self.columns)).tocsr(),
             b_eq=np.array(limits),
-            **{"method": "highs", **options},
+            **{"method": "highs-ipm" if self.columns > _LARGE else "highs", **options},
         )
 
 
-def relax(problem: Problem, **options: Any) -> Relaxed:
-    """Solve the relaxed problem exactly.
+def relax(problem: Problem, *, equal: bool = False, **options: Any) -> Relaxed:
+    """Solve the relaxed problem exactly; with ``equal`` for equal parts of each model.
 
     Raises:
         penstock.errors.Config: nothing limits a rate.
     """
-    program = Program(problem)
+    program = Program(problem, equal)
     found = program.solve(**options)
     if found.status == _UNBOUNDED:
         raise ConfigError(
@@ -199,10 +206,13 @@ def relax(problem: Problem, **options: Any) -> Relaxed:
         sent=sent,
         forwarded=x[program.forwarded] if program.forwarded.size else np.zeros(program.forwarded.shape),
         nested={key: float(x[column]) for key, column in program.nested.items() if x[column] > _NOISE * problem.scale},
+        shares={pair: x[columns] for pair, columns in program.shares.items()},
         prices=-found.ineqlin.marginals[: len(problem.resources)],
     )
 
 
+# Beyond so many columns the interior-point method is faster: with 7,600, a fat-tree of 54 hosts, 0.5 s in place of 9.
+_LARGE = 1000
 # scipy's number for it.
 _UNBOUNDED = 3
 # Flows below this share of the problem's scale are the solver's noise.
