@@ -9,7 +9,7 @@ import numpy as np
 from penstock.cluster.network import Cluster, Job
 from penstock.planning.problem import Problem
 from penstock.planning.relax import Relaxed, relax
-from penstock.planning.routes import walk
+from penstock.cluster.routes import walk
 from penstock.planning.scheme import Scheme
 from penstock.planning.solve import best_rates, scheme_of
 from penstock.planning.starts import Ways, nearest, one_way, routed, rounded, within_limits

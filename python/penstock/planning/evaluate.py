@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock.cluster.network import Cluster, Job
 from penstock.errors import Config as ConfigError
-from penstock.planning.routes import walk
+from penstock.cluster.routes import walk
 from penstock.planning.scheme import MOST_LEVELS, Child, Scheme, children
 
 __all__ = ["Evaluation", "Load", "evaluate", "evaluate_all", "loads_of"]

@@ -22,7 +22,7 @@ import numpy as np
 
 from penstock.cluster.network import Cluster, Job, Link
 from penstock.errors import Config as ConfigError
-from penstock.planning.routes import Routes
+from penstock.cluster.routes import Routes
 from penstock.planning.scheme import MOST_CHILDREN, MOST_LEVELS, children
 
 __all__ = ["Problem", "Resource", "Table"]

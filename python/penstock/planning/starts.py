@@ -223,11 +223,13 @@ class _Filling:
 def _two_levels(above: np.ndarray, counts: np.ndarray, straight: int) -> np.ndarray:
     """Whatever has aggregators below pushes to the server."""
     used = counts.sum(axis=0)[:-1] > 0
-    for v in np.flatnonzero(used & (above < straight)):
-        above[above[v]] = straight
-    # A hub that was nested itself, and came later, is put right now.
-    for v in np.flatnonzero(above < straight):
-        if above[above[v]] != straight:
+    for v in np.flatnonzero(used):
+        if above[v] < straight:
+            above[above[v]] = straight
+    # One that is not used pushes nowhere; a hub that was nested itself, and came later, is put right.
+    above[~used] = straight
+    for v in np.flatnonzero(used):
+        if above[v] < straight and above[above[v]] != straight:
             above[v] = straight
     return above
 

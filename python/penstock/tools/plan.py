@@ -105,17 +105,18 @@ def plan(cluster: Cluster, job: Job, *, seed: int, seconds: float) -> tuple[list
     from penstock.planning import baselines
     from penstock.planning.evaluate import evaluate
     from penstock.planning.problem import Problem
-    from penstock.planning.solve import relax, search
+    from penstock.planning.relax import relax
+    from penstock.planning.solve import scheme_of, search
 
     problem = Problem(cluster, job)
     relaxed = relax(problem)
     found = search(problem, seed=seed, seconds=seconds, relaxed=relaxed)
-    scheme = problem.scheme(found.rates, found.counts)
+    scheme = scheme_of(problem, found.rates, found.trees)
     ways = {
         "planned": scheme,
         "InArt: one random rounding": baselines.inart(problem, np.random.default_rng(seed), relaxed),
         "ATP: equal parts, nearest aggregators": baselines.atp(problem),
-        "LBMM: equal parts, no aggregators": baselines.direct(problem),
+        "LBMM: equal parts, no aggregators": baselines.lbmm(problem),
     }
     rows = []
     for way, each in ways.items():

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.cluster.network import Cluster, Link
+from penstock.errors import Config as ConfigError
 
-__all__ = ["MOST_ROUTES", "Route", "Routes", "walk"]
+__all__ = ["MOST_ROUTES", "Route", "Routes", "other", "through", "walk", "written"]
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,54 @@ def walk(cluster: Cluster, start: str, end: str, links: Sequence[str]) -> list[t
     if at != end:
         raise LookupError(f"it ends at {at}, and not at {end}")
     return found
+
+
+def through(cluster: Cluster, start: str, end: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The links of the way through the named switches; where several links join two nodes, the name of one of them may stand for the
+    switch behind it, and otherwise the first in the file is taken.
+
+    Raises:
+        LookupError: it is no way from the start to the end; the error says why.
+    """
+    at, links = start, []
+    for name in (*names, end):
+        if name == at and name == end:
+            break
+        if name not in cluster.switch and name != end and name in cluster.link:
+            link = cluster.link[name]
+            if at not in (each.node for each in link.ends):
+                raise LookupError(f"link {name} does not begin at {at}")
+        else:
+            if name != end and name not in cluster.switch:
+                raise LookupError(f"there is no switch or link {name}")
+            found = next((each for each in cluster.links_of[at] if other(each, at) == name), None)
+            if found is None:
+                raise LookupError(f"no link leads from {at} to {name}")
+            link = found
+        links.append(link.name)
+        at = other(link, at)
+        if at == end:
+            if name != end and name != names[-1]:
+                raise LookupError(f"it comes to {end} before its end")
+            break
+    walk(cluster, start, end, links)
+    return tuple(links)
+
+
+def written(cluster: Cluster, start: str, links: Sequence[str]) -> tuple[str, ...]:
+    """What `through` reads as these links."""
+    at, names = start, []
+    for place, name in enumerate(links):
+        after = other(cluster.link[name], at)
+        first = next(each.name for each in cluster.links_of[at] if other(each, at) == after)
+        if first != name:
+            if name in cluster.switch:
+                raise ConfigError(f"link {name} has the name of a switch, and a route needs to name it: give it another `name:`")
+            names.append(name)
+        elif place < len(links) - 1:
+            names.append(after)
+        at = after
+    return tuple(names)
 
 
 def other(link: Link, node: str) -> str:
