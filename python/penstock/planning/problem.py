@@ -124,6 +124,10 @@ class Problem:
         """A rate of the problem's size, in bits a second."""
         self._tables()
 
+    def routes_left_out(self) -> bool:
+        """Whether there were more routes between two nodes than are considered."""
+        return any(len(legs) >= self.routes.most for legs in self._legs.values())
+
     def legs(self, start: str, end: str) -> tuple[tuple[int, ...], ...]:
         """The resources of each route between two nodes."""
         if (start, end) not in self._legs:
@@ -305,18 +309,16 @@ class Problem:
         return found
 
     def _parents(self, s: int) -> list[tuple[int, ...]]:
+        straight = self.straight
         if self.levels < 2:
-            return [() for _ in range(self.straight)]
-        server = self.node(s, self.straight)
-        found = []
-        for v in range(self.straight):
-            others = [u for u in range(self.straight) if u != v]
-            if self.candidates is not None and len(others) > self.candidates:
-                others.sort(
-                    key=lambda u: (
-                        self._hops(self._at[v], self._at[u]) + self._hops(self._at[u], server), self._hops(self._at[u], server), u
-                    )
-                )
-                others = sorted(others[: self.candidates])
-            found.append(tuple(others))
-        return found
+            return [() for _ in range(straight)]
+        if self.candidates is None or straight <= 2 * _HUBS:
+            return [tuple(u for u in range(straight) if u != v) for v in range(straight)]
+        # The nearest to the server; of equals others for each part, so that none has aggregators below it for all.
+        server = self.node(s, straight)
+        hubs = sorted(range(straight), key=lambda u: (self._hops(self._at[u], server), (u - s * _HUBS) % straight))[:_HUBS]
+        return [() if v in hubs else tuple(sorted(hubs)) for v in range(straight)]
+
+
+# Aggregators that are considered above others, where there are many: each has room for 32 others beside a rack of 32 workers.
+_HUBS = 16

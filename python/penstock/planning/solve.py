@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from penstock.errors import Config as ConfigError
+from penstock.planning.bound import bound_of_all
 from penstock.planning.problem import Problem
 from penstock.planning.relax import Relaxed, relax
 from penstock.planning.scheme import Child, Places, Scheme
@@ -49,6 +50,10 @@ def search(
     start = time.monotonic()
     until = start + seconds
     relaxed = relaxed or relax(problem)
+    if not relaxed.is_solved:
+        # At some rate the starts have to be filled.
+        guess = bound_of_all(problem, relaxed) / (len(problem.servers) / len(problem.jobs))
+        relaxed = replace(relaxed, rates=np.full(len(problem.servers), guess if np.isfinite(guess) else problem.scale))
     rng = np.random.default_rng(seed)
     search = _Search(problem, until, None)
 

@@ -31,7 +31,7 @@ class Ways:
 def starts(problem: Problem, relaxed: Relaxed, rng: np.random.Generator, roundings: int) -> Iterator[list[Tree]]:
     """Some simple ways, random roundings, and what fills up at several rates."""
     makers: list[Callable[[], list[Ways]]] = [lambda: nearest(problem), lambda: one_way(problem, None)]
-    makers += [lambda: rounded(problem, relaxed, rng)] * roundings
+    makers += [lambda: rounded(problem, relaxed, rng)] * (roundings if relaxed.is_solved else 0)
     if problem.straight <= _FEW:
         makers += [functools.partial(one_way, problem, v) for v in range(problem.straight)]
     for make in makers[:1]:
