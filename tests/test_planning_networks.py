@@ -175,8 +175,8 @@ def test_rails() -> None:
     found = search(problem, seconds=5)
     scheme = scheme_of(problem, found.rates, found.trees)
     assert evaluate(cluster, job, scheme).rate == pytest.approx(found.rate, rel=1e-3) and found.rate <= relax(problem).bound * (1 + 1e-6)
-    # Each server takes in 100 Mbit/s, of an aggregator or of all ranks: the rails' NICs of an aggregator take half of a model each.
-    assert found.rate == pytest.approx(25 * MBIT, rel=0.01)
+    # Each server could be sent to straight by four ranks and one aggregator, and each aggregator by the four others: 20 Mbit/s each.
+    assert found.rate >= 40 * MBIT * (1 - 1e-6)
 
 
 WRONG_ROUTES = {

@@ -160,21 +160,26 @@ def rails(
     )
     switches = [f"rail{rail}" for rail in range(nics)] + [f"spine{spine}" for spine in range(spines)]
     pairs = [(f"rail{rail}", f"spine{spine}") for rail in range(nics) for spine in range(spines)]
-    plain = _cluster(
-        {f"a{rail}": f"rail{rail}" for rail in range(nics)} | {f"s{server}": f"rail{server % nics}" for server in range(servers)},
-        switches, link=link, uplink=uplink or {}, more=pairs,
-    )
     names = [f"h{host}" for host in range(hosts)]
-    with_rails = tuple(
-        Host(name=name, nics=tuple(Nic(name=f"eth{rail}", addresses=_addresses(name) if rail == 0 else ()) for rail in range(nics)))
-        for name in names
-    )
+    at = dict.fromkeys(names, "rail0") | {f"a{rail}": f"rail{rail}" for rail in range(nics)}
+    at |= {f"s{server}": f"rail{server % nics}" for server in range(servers)}
+    plain = _cluster(at, switches, link=link, uplink=uplink or {}, more=pairs)
+
+    def nic(name: str, rail: int) -> Nic:
+        return Nic(name=f"eth{rail}", addresses=_addresses(name) if rail == 0 else ())
+
+    with_rails = {name: Host(name=name, nics=tuple(nic(name, rail) for rail in range(nics))) for name in names}
     own = tuple(
         Link(name=f"{name}:eth{rail}-rail{rail}", ends=(End(name, f"eth{rail}"), End(f"rail{rail}")), **link)
-        for name in names for rail in range(nics)
+        for name in names
+        for rail in range(nics)
     )
-    job = Job(name="train", workers=tuple(name for name in names for _ in range(nics)))
-    return dataclasses.replace(plain, hosts=(*with_rails, *plain.hosts), links=(*own, *plain.links), jobs=(job,))
+    return dataclasses.replace(
+        plain,
+        hosts=tuple(with_rails.get(host.name, host) for host in plain.hosts),
+        links=(*own, *(each for each in plain.links if each.name not in with_rails)),
+        jobs=(Job(name="train", workers=tuple(name for name in names for _ in range(nics))),),
+    )
 
 
 def uneven(cluster: Cluster, low_bit_s: int, high_bit_s: int, *, seed: int) -> Cluster:
