@@ -175,6 +175,7 @@ def test_the_command(tmp_path: pathlib.Path) -> None:
     assert [row["way"].split(":")[0] for row in rows] == [
         "planned",
         "InArt",
+        "nearest aggregators, best parts",
         "ATP",
         "LBMM",
         "ring of ranks, no servers",

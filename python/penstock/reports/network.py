@@ -62,8 +62,8 @@ def _drawn(network: Network, label: str, form: str, width: int) -> str:
     # Labels of a row stand upright where there is no room for them side by side.
     upright = [bool(row) and max(map(_text_px, (node.label for node in row))) > width / len(row) - 6 for row in rows]
     room = [_clipped_px(row) + 14 if is_upright else _LINE_PX + 8 for row, is_upright in zip(rows, upright, strict=True)]
-    key_px = _LINE_PX * len(network.key) + 6
-    top = key_px + max(room[-1], 20) + 4
+    key, key_px = _key(network.key, width)
+    top = key_px + (12 if upright[-1] else _LINE_PX + 10)
     height = top + _TIER_PX * (tiers - 1) + (room[0] if tiers > 1 else 10) + 8
     for tier, row in enumerate(rows):
         if tier:
@@ -72,10 +72,7 @@ def _drawn(network: Network, label: str, form: str, width: int) -> str:
         for index, node in enumerate(row):
             places[node.name] = (index + 0.5) * width / len(row), top + _TIER_PX * (tiers - 1 - tier)
     parts = [f'<svg class="{form}" role="img" aria-label="{escape(label, quote=True)}" viewBox="0 0 {width} {height:.0f}">']
-    for row_number, (text, colour) in enumerate(network.key):
-        y = _LINE_PX * row_number + 13
-        parts.append(f'<rect x="2" y="{y - 9}" width="14" height="10" rx="2" style="fill:var(--{colour})"/>')
-        parts.append(_text(24, y, text, "start"))
+    parts += key
     # What is full is drawn last, above the others.
     for edge in sorted(network.edges, key=lambda each: (each.is_full, each.load)):
         (x, y), (to_x, to_y) = (places[name] for name in edge.ends)
@@ -97,6 +94,19 @@ def _drawn(network: Network, label: str, form: str, width: int) -> str:
         if width / len(row) >= _LEAST_PX:
             parts += _labels(row, places, upright[tier], tier)
     return "\n".join([*parts, "</svg>"])
+
+
+def _key(entries: Sequence[tuple[str, str]], width: int) -> tuple[list[str], float]:
+    """Its parts, in lines, and its height."""
+    parts, x, y = [], 2.0, 13.0
+    for text, colour in entries:
+        wide = 22 + _text_px(text) + 14
+        if x + wide > width and x > 2:
+            x, y = 2.0, y + _LINE_PX
+        parts.append(f'<rect x="{x:.1f}" y="{y - 9:.1f}" width="14" height="10" rx="2" style="fill:var(--{colour})"/>')
+        parts.append(_text(x + 20, y, text, "start"))
+        x += wide
+    return parts, y + 6
 
 
 def _labels(row: Sequence[Node], places: dict[str, tuple[float, float]], is_upright: bool, tier: int) -> list[str]:

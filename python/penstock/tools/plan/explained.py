@@ -104,13 +104,13 @@ def _tree(found: Explained, server: str) -> list[str]:
     via, above = found.scheme.via[server], found.scheme.above.get(server, {})
     routes = found.scheme.routes.get(server, {})
     straight = [rank for rank, place in enumerate(via) if place is None]
-    lines = [f"{len(straight)} workers straight: {_hosts(found.job, straight)}"] if straight else []
+    lines = [f"{_workers(straight)} straight: {_hosts(found.job, straight)}"] if straight else []
     used = dict.fromkeys([*(place for place in via if place is not None), *above.values()])
 
     def line(name: str) -> str:
         ranks = [rank for rank, place in enumerate(via) if place == name]
         below = [child for child, parent in above.items() if parent == name]
-        parts = [f"{len(ranks)} workers: {_hosts(found.job, ranks)}"] if ranks else []
+        parts = [f"{_workers(ranks)}: {_hosts(found.job, ranks)}"] if ranks else []
         parts += [f"aggregators {', '.join(below)}"] if below else []
         way = f", by {' '.join(routes[name])}" if name in routes else ""
         return f"{name} sums {'; '.join(parts)}{way}"
@@ -120,6 +120,10 @@ def _tree(found: Explained, server: str) -> list[str]:
             lines.append(line(name))
             lines += [f"  {line(child)}" for child, parent in above.items() if parent == name]
     return lines
+
+
+def _workers(ranks: Sequence[int]) -> str:
+    return f"{len(ranks)} worker{'' if len(ranks) == 1 else 's'}"
 
 
 def _hosts(job: Job, ranks: Sequence[int]) -> str:
