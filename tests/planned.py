@@ -108,7 +108,9 @@ def random_mesh(rng: random.Random) -> Cluster:
     def rate() -> int:
         return MBIT * rng.choice([1, 2, 3, 4, 6, 8])
 
-    links = [Link(name=host, ends=(End(host), End(rng.choice(switches))), rate_bit_s=rate() + 2 * MBIT) for host in hosts]
+    links = [
+        Link(name=host, ends=(End(host), End(rng.choice(switches))), rate_bit_s=rate() + 2 * MBIT) for host in hosts
+    ]
     links += [Link(name=f"{a}-{b}-{i}", ends=(End(a), End(b)), rate_bit_s=rate()) for i, (a, b) in enumerate(joined)]
     at = {name: name for name in daemons} | {f"v{i}": rng.choice(switches) for i in range(rng.randint(0, 2))}
     return Cluster(

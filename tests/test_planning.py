@@ -34,6 +34,7 @@ from penstock.planning.solve import scheme_of, search
 from penstock.tools.bench.aggregated.cluster import Cluster as Emulated
 from planned import MBIT, cluster_of, of_the_paper, random_cluster
 
+
 @pytest.mark.parametrize(("between", "bound"), [(None, 3), (6, 26 / 9)])
 def test_the_papers_example(between: float | None, bound: float) -> None:
     """The paper's figure 1: LBMM 4/3, ATP 2, its own plan 5/2, which is not the best one: 8/3 is; nothing passes 3."""
@@ -76,7 +77,9 @@ def test_random_clusters(seed: int) -> None:
         assert worth.rate <= relaxed.bound * (1 + 1e-6), f"seed {seed}"
         assert all(load.load <= load.room * (1 + 1e-9) for load in worth.loads) and worth.loads[0].name == worth.binding
         assert worth.loads[0].load == pytest.approx(worth.loads[0].room)
-    assert evaluate(cluster, job, scheme_of(problem, found.rates, found.trees)).rate == pytest.approx(found.rate, rel=1e-3)
+    assert evaluate(cluster, job, scheme_of(problem, found.rates, found.trees)).rate == pytest.approx(
+        found.rate, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -65,7 +65,9 @@ def test_random_meshes(seed: int) -> None:
         assert all(load.load <= load.room * (1 + 1e-9) for load in worth.loads) and worth.loads[0].name == worth.binding
     assert evaluate(cluster, job, schemes[0]).rate == pytest.approx(found.rate, rel=1e-3), f"seed {seed}"
     if all(one.at in cluster.host for one in cluster.aggregators):
-        assert _written_and_read(cluster, schemes[0]) == pytest.approx(evaluate(cluster, job, schemes[0]).rate, rel=1e-5)
+        assert _written_and_read(cluster, schemes[0]) == pytest.approx(
+            evaluate(cluster, job, schemes[0]).rate, rel=1e-5
+        )
 
 
 def _written_and_read(cluster: Cluster, scheme: Scheme) -> float:
@@ -84,7 +86,9 @@ def _written_and_read(cluster: Cluster, scheme: Scheme) -> float:
 
 def test_two_ways_carry_more_than_one() -> None:
     """Where a leaf has two spines, the plan uses both, and says by which each worker goes; by the first only half is possible."""
-    cluster = generate.leaf_spine(2, 2, 4, servers=1, aggregators=False, rate_bit_s=1000 * MBIT, uplink={"rate_bit_s": 100 * MBIT})
+    cluster = generate.leaf_spine(
+        2, 2, 4, servers=1, aggregators=False, rate_bit_s=1000 * MBIT, uplink={"rate_bit_s": 100 * MBIT}
+    )
     # All workers on the other leaf than the server's.
     job = dataclasses.replace(cluster.jobs[0], workers=("h4", "h5", "h6", "h7"))
     cluster = dataclasses.replace(cluster, jobs=(job,))
@@ -110,7 +114,9 @@ def test_levels_where_a_server_has_no_place_for_all() -> None:
     scheme = scheme_of(problem, found.rates, found.trees)
     assert scheme.above and _written_and_read(cluster, scheme) == pytest.approx(found.rate, rel=1e-3)
     assert 0 < found.rate <= bound_of_all(problem, relaxed) * (1 + 1e-6)
-    with pytest.raises(Config, match="480 workers of train find no place below server s0: .* in 1 level of aggregators"):
+    with pytest.raises(
+        Config, match="480 workers of train find no place below server s0: .* in 1 level of aggregators"
+    ):
         search(Problem(cluster, job, levels=1, candidates=1), seconds=1)
 
 
@@ -148,8 +154,14 @@ def test_routes() -> None:
     """A fat-tree of 6 ports has 9 shortest routes between pods, 3 within one; every route is a way, and its switches say which."""
     cluster = generate.fat_tree(6, servers=4, rate_bit_s=MBIT)
     routes = Routes(cluster)
-    assert len(cluster.hosts) == 54 and len(cluster.switches) == len(cluster.aggregators) == 45 and len(cluster.links) == 162
-    counts = [len(routes.between("edge0-0", end)) for end in ("edge1-0", "edge0-1", "agg0-0", "agg1-0", "core0-0", "edge0-0")]
+    assert (
+        len(cluster.hosts) == 54
+        and len(cluster.switches) == len(cluster.aggregators) == 45
+        and len(cluster.links) == 162
+    )
+    counts = [
+        len(routes.between("edge0-0", end)) for end in ("edge1-0", "edge0-1", "agg0-0", "agg1-0", "core0-0", "edge0-0")
+    ]
     assert counts == [9, 3, 1, 3, 1, 1]
     for start, end in (("edge0-0", "edge1-0"), ("h0", "h40"), ("core0-0", "h7")):
         found = {route.links for route in routes.between(start, end)}
@@ -174,7 +186,9 @@ def test_rails() -> None:
     problem = Problem(cluster, job)
     found = search(problem, seconds=5)
     scheme = scheme_of(problem, found.rates, found.trees)
-    assert evaluate(cluster, job, scheme).rate == pytest.approx(found.rate, rel=1e-3) and found.rate <= relax(problem).bound * (1 + 1e-6)
+    assert evaluate(cluster, job, scheme).rate == pytest.approx(found.rate, rel=1e-3) and found.rate <= relax(
+        problem
+    ).bound * (1 + 1e-6)
     # Each server could be sent to straight by four ranks and one aggregator, and each aggregator by the four others: 20 Mbit/s each.
     assert found.rate >= 40 * MBIT * (1 - 1e-6)
 
@@ -184,7 +198,8 @@ WRONG_ROUTES = {
     "no link": ("{workers: [h4], through: [leaf0]}", "is no way from h4 to s0: no link leads from h4 to leaf0"),
     "short": ("{workers: [h4], through: [leaf1, spine0]}", "no link leads from spine0 to s0"),
     "a cycle": (
-        "{workers: [h4], through: [leaf1, spine0, leaf1, spine1, leaf0]}", "is no way from h4 to s0: it comes to leaf1 twice"
+        "{workers: [h4], through: [leaf1, spine0, leaf1, spine1, leaf0]}",
+        "is no way from h4 to s0: it comes to leaf1 twice",
     ),
     "twice": ("{workers: [h4, h4], through: [leaf1, spine0, leaf0]}", "has a route already"),
     "nobody": ("{through: [leaf1, spine0, leaf0]}", "needs `workers: [...]` or `aggregators: [...]`"),

@@ -104,7 +104,12 @@ def leaf_spine(
 
 
 def fat_tree(
-    ports: int, *, servers: int = 0, aggregators: bool = True, seed: int | None = None, uplink: Mapping[str, Any] | None = None,
+    ports: int,
+    *,
+    servers: int = 0,
+    aggregators: bool = True,
+    seed: int | None = None,
+    uplink: Mapping[str, Any] | None = None,
     **link: Any,
 ) -> Cluster:
     """The fat-tree of switches with so many ports (Al-Fares, SIGCOMM '08): ``ports`` pods of as many edge and aggregation switches,
@@ -135,7 +140,9 @@ def fat_tree(
     else:
         chosen = set(random.Random(seed).sample(range(places), servers))
     hosts, daemons = iter(range(places)), iter(range(servers))
-    at = {f"s{next(daemons)}" if place in chosen else f"h{next(hosts)}": edges[place // half] for place in range(places)}
+    at = {
+        f"s{next(daemons)}" if place in chosen else f"h{next(hosts)}": edges[place // half] for place in range(places)
+    }
     pairs = [(f"edge{pod}-{i}", f"agg{pod}-{j}") for pod in range(ports) for i in range(half) for j in range(half)]
     pairs += [(f"agg{pod}-{i}", f"core{i}-{j}") for pod in range(ports) for i in range(half) for j in range(half)]
     made = _cluster(at, [*edges, *aggs, *cores], link=link, uplink=uplink or {}, more=pairs)
@@ -156,7 +163,10 @@ def rails(
         ValueError: a count out of bounds; penstock.errors.Config, which is one: ``link`` contradicts itself.
     """
     _check(
-        hosts=(hosts, 1, MOST_NODES), nics=(nics, 1, 16), spines=(spines, 1, MOST_NODES), servers=(servers, 0, MOST_NODES)
+        hosts=(hosts, 1, MOST_NODES),
+        nics=(nics, 1, 16),
+        spines=(spines, 1, MOST_NODES),
+        servers=(servers, 0, MOST_NODES),
     )
     switches = [f"rail{rail}" for rail in range(nics)] + [f"spine{spine}" for spine in range(spines)]
     pairs = [(f"rail{rail}", f"spine{spine}") for rail in range(nics) for spine in range(spines)]

@@ -79,7 +79,14 @@ class Routes:
         return tuple(found)
 
     def _extend(
-        self, node: str, end: str, left: int, away: dict[str, int], links: list[str], nodes: list[str], found: list[Route],
+        self,
+        node: str,
+        end: str,
+        left: int,
+        away: dict[str, int],
+        links: list[str],
+        nodes: list[str],
+        found: list[Route],
         enough: int,
     ) -> None:
         """Adds all routes of exactly so many links more."""
@@ -87,7 +94,10 @@ class Routes:
             if after == end and left == 1:
                 found.append(Route((*links, link), tuple(nodes[1:])))
             elif (
-                after != end and left > 1 and away.get(after, left) < left and after not in nodes
+                after != end
+                and left > 1
+                and away.get(after, left) < left
+                and after not in nodes
                 and after not in self.cluster.host
             ):
                 self._extend(after, end, left - 1, away, [*links, link], [*nodes, after], found, enough)
@@ -161,7 +171,9 @@ def written(cluster: Cluster, start: str, links: Sequence[str]) -> tuple[str, ..
         first = next(each.name for each in cluster.links_of[at] if other(each, at) == after)
         if first != name:
             if name in cluster.switch:
-                raise ConfigError(f"link {name} has the name of a switch, and a route needs to name it: give it another `name:`")
+                raise ConfigError(
+                    f"link {name} has the name of a switch, and a route needs to name it: give it another `name:`"
+                )
             names.append(name)
         elif place < len(links) - 1:
             names.append(after)

@@ -29,7 +29,9 @@ def bound_of_all(problem: Problem, relaxed: Relaxed) -> float:
     for with_links in (False, True):
         prices = np.zeros(len(problem.resources))
         for number, resource in enumerate(problem.resources):
-            if resource.room > 0 and (not resource.name.startswith("link ") or (with_links and _is_of_daemon(problem, resource.name))):
+            if resource.room > 0 and (
+                not resource.name.startswith("link ") or (with_links and _is_of_daemon(problem, resource.name))
+            ):
                 prices[number] = 1 / resource.room
         for of_servers in (1.0, 4.0, 16.0):
             weighed = prices.copy()
@@ -40,7 +42,9 @@ def bound_of_all(problem: Problem, relaxed: Relaxed) -> float:
     return rate
 
 
-def _bound(problem: Problem, prices: np.ndarray, of_most: np.ndarray, of_jobs: np.ndarray, relaxed: Relaxed | None) -> float:
+def _bound(
+    problem: Problem, prices: np.ndarray, of_most: np.ndarray, of_jobs: np.ndarray, relaxed: Relaxed | None
+) -> float:
     """The bound that these prices give."""
     ways = _Distances(problem, prices)
     most = np.array([each if np.isfinite(each) else 0.0 for each in problem.most])
@@ -87,7 +91,9 @@ def _cost(problem: Problem, prices: np.ndarray, relaxed: Relaxed | None, s: int,
     fixed = -problem.most_children_of_server * of_children[straight]
     nearest = to_ways.min(axis=1)
     tried = [] if relaxed is None else [relaxed.duals.classes[s].clip(0) * share for share in _SHARES]
-    tried += [nearest + extra / count for extra in np.outer(up.max(initial=0.0) * np.array(_EXTRA), np.ones(len(count)))]
+    tried += [
+        nearest + extra / count for extra in np.outer(up.max(initial=0.0) * np.array(_EXTRA), np.ones(len(count)))
+    ]
     best = -np.inf
     for each in tried:
         # What a class pays: any that are at most what it costs straight to the server will do.

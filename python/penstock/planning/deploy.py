@@ -79,11 +79,14 @@ def scheme_in(cluster: Cluster, job: Job, deployment: Deployment) -> Scheme:
         own = name(server.address, servers)
         fractions[own] = server.fraction / total
         via[own] = tuple(
-            None if (parent := server.parent(rank)) is None else name(parent, aggregators) for rank in range(len(job.workers))
+            None if (parent := server.parent(rank)) is None else name(parent, aggregators)
+            for rank in range(len(job.workers))
         )
         above[own] = {
             name(child.address, aggregators): name(one.address, aggregators)
-            for one in server.aggregators for child in one.children if isinstance(child, Node)
+            for one in server.aggregators
+            for child in one.children
+            if isinstance(child, Node)
         }
         routes[own] = {
             child if isinstance(child, int) else name(child, aggregators): links for child, links in server.routes
@@ -104,7 +107,9 @@ def _node(job: Job, places: Places, above: Mapping[str, str], name: str, indent:
     return lines
 
 
-def _grouped(cluster: Cluster, job: Job, scheme: Scheme, server: str) -> dict[tuple[str, ...], tuple[list[int], list[str]]]:
+def _grouped(
+    cluster: Cluster, job: Job, scheme: Scheme, server: str
+) -> dict[tuple[str, ...], tuple[list[int], list[str]]]:
     """Who takes which route, of those that have one to choose."""
     found: dict[tuple[str, ...], tuple[list[int], list[str]]] = {}
     for child, links in scheme.routes.get(server, {}).items():

@@ -110,7 +110,9 @@ def _tree(cluster: Cluster, job: Job, scheme: Scheme, server: str, part: float) 
     """Each child of a server's tree, where it is, and the aggregator that it pushes to, or None for the server."""
     places, above = scheme.via[server], scheme.above.get(server, {})
     if server not in cluster.server or len(places) != len(job.workers) or part <= 0:
-        raise ConfigError(f"server {server} needs a part of the model and a place for each of {len(job.workers)} workers")
+        raise ConfigError(
+            f"server {server} needs a part of the model and a place for each of {len(job.workers)} workers"
+        )
     edges: list[tuple[Child, str, str | None]] = [
         (rank, host, place) for rank, (host, place) in enumerate(zip(job.workers, places, strict=True))
     ]
@@ -128,13 +130,17 @@ def _tree(cluster: Cluster, job: Job, scheme: Scheme, server: str, part: float) 
                 edges.append(edge)
             at = above.get(at)
         if len(seen) > MOST_LEVELS:
-            raise ConfigError(f"server {server} has {len(seen)} levels of aggregators; {MOST_LEVELS} are enough for all ranks")
+            raise ConfigError(
+                f"server {server} has {len(seen)} levels of aggregators; {MOST_LEVELS} are enough for all ranks"
+            )
     counts: dict[str | None, int] = {}
     for _, _, parent in edges:
         counts[parent] = counts.get(parent, 0) + 1
     for parent, count in counts.items():
         if count > children(cluster, parent):
-            raise ConfigError(f"{parent or server} has {count} children, more than the {children(cluster, parent)} that it can have")
+            raise ConfigError(
+                f"{parent or server} has {count} children, more than the {children(cluster, parent)} that it can have"
+            )
     return edges
 
 

@@ -47,7 +47,11 @@ def exact(problem: Problem, seconds: float = 60.0) -> tuple[Solved, bool]:
         below: list[list[tuple[int, float]]] = [[] for _ in range(straight + 1)]
         sums.append([])
         for v in range(straight):
-            ways = {(u, i): pair() for u in (*problem.parents[s][v], straight) for i in range(len(problem.legs_above(s, v, u)))}
+            ways = {
+                (u, i): pair()
+                for u in (*problem.parents[s][v], straight)
+                for i in range(len(problem.legs_above(s, v, u)))
+            }
             sums[s].append(ways)
             for (u, i), (flow, there) in ways.items():
                 load(flow, s, u, problem.legs_above(s, v, u)[i])
@@ -64,7 +68,9 @@ def exact(problem: Problem, seconds: float = 60.0) -> tuple[Solved, bool]:
                     row([(each[kind], 1.0) for each in flows] + [(each[kind], -1.0) for each in up], -np.inf, 0)
         workers.append([])
         for c in of_class:
-            ways = {(v, i): pair() for v in (*problem.near[s][c], straight) for i in range(len(problem.legs_of(s, c, v)))}
+            ways = {
+                (v, i): pair() for v in (*problem.near[s][c], straight) for i in range(len(problem.legs_of(s, c, v)))
+            }
             workers[s].append(ways)
             row([(flow, 1.0) for flow, _ in ways.values()] + [(s, -1.0)], 0, 0)
             row([(there, 1.0) for _, there in ways.values()], 1, 1)
@@ -75,7 +81,11 @@ def exact(problem: Problem, seconds: float = 60.0) -> tuple[Solved, bool]:
             for v in problem.near[s][c]:
                 here = [each for (to, _), each in ways.items() if to == v]
                 for kind in (0, 1):
-                    row([(each[kind], 1.0) for each in here] + [(each[kind], -1.0) for each in sums[s][v].values()], -np.inf, 0)
+                    row(
+                        [(each[kind], 1.0) for each in here] + [(each[kind], -1.0) for each in sums[s][v].values()],
+                        -np.inf,
+                        0,
+                    )
         for v in range(straight + 1):
             row(below[v], 0, problem.most_children[v] if v < straight else problem.most_children_of_server)
     if np.isfinite(problem.most[0]):

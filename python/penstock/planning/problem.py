@@ -102,7 +102,9 @@ class Problem:
         self._classes(self._alone())
         at_aggregators = [each.at for each in cluster.aggregators]
         self.intake = [
-            None if each.capacity_bit_s is None else self._resource(f"aggregator {each.name}", each.capacity_bit_s - each.used_bit_s)
+            None
+            if each.capacity_bit_s is None
+            else self._resource(f"aggregator {each.name}", each.capacity_bit_s - each.used_bit_s)
             for each in cluster.aggregators
         ]
         self.intake_of_server = [
@@ -284,7 +286,9 @@ class Problem:
                 # An aggregator takes one of the server's places.
                 needed, left = needed + 1, left - most + 1
             # More racks with aggregators than a server's children: some of them push to one another.
-            if left > 0 or (len(places) >= self.most_children_of_server and len(counts) >= self.most_children_of_server):
+            if left > 0 or (
+                len(places) >= self.most_children_of_server and len(counts) >= self.most_children_of_server
+            ):
                 return MOST_LEVELS
         return 1
 
@@ -301,7 +305,9 @@ class Problem:
                 # On the shortest way first; of those the nearest to the workers, whose sum spares the most links.
                 ways.sort(
                     key=lambda v: (
-                        self._hops(place, self._at[v]) + self._hops(self._at[v], server), self._hops(place, self._at[v]), v
+                        self._hops(place, self._at[v]) + self._hops(self._at[v], server),
+                        self._hops(place, self._at[v]),
+                        v,
                     )
                 )
                 ways = sorted(ways[: self.candidates])
@@ -316,7 +322,9 @@ class Problem:
             return [tuple(u for u in range(straight) if u != v) for v in range(straight)]
         # The nearest to the server; of equals others for each part, so that none has aggregators below it for all.
         server = self.node(s, straight)
-        hubs = sorted(range(straight), key=lambda u: (self._hops(self._at[u], server), (u - s * _HUBS) % straight))[:_HUBS]
+        hubs = sorted(range(straight), key=lambda u: (self._hops(self._at[u], server), (u - s * _HUBS) % straight))[
+            :_HUBS
+        ]
         return [() if v in hubs else tuple(sorted(hubs)) for v in range(straight)]
 
 

@@ -81,13 +81,25 @@ def search(
 
 
 def improved(
-    problem: Problem, trees: Sequence[Tree], *, fractions: np.ndarray | None = None, seed: int = 0, seconds: float = 1.0, kicks: int = 30
+    problem: Problem,
+    trees: Sequence[Tree],
+    *,
+    fractions: np.ndarray | None = None,
+    seed: int = 0,
+    seconds: float = 1.0,
+    kicks: int = 30,
 ) -> Solved:
     """The best scheme that changes of a given one lead to. With ``fractions``, by part, the models' split stays."""
     until = time.monotonic() + seconds
     rng = np.random.default_rng(seed)
     search = _Search(problem, until, fractions)
+    search.note(list(trees))
     search.repair(list(trees))
+    for share in (1.0, 1.1, 1.25) if fractions is not None else ():
+        assert search.best is not None
+        anew = filled(problem, share * search.best.split.rate * fractions, rng)
+        if anew is not None and time.monotonic() < until:
+            search.repair(anew)
     failed = 0
     while failed < kicks and time.monotonic() < until:
         failed = 0 if search.kick(rng) else failed + 1
@@ -121,7 +133,9 @@ def schemes_of(problem: Problem, rates: np.ndarray, trees: Sequence[Tree]) -> li
             server = problem.servers[s]
             via[server], above[server], routes[server] = _of_part(problem, s, trees[s])
         fractions = {problem.servers[s]: float(w / weights.sum()) for s, w in zip(kept, weights, strict=True)}
-        found.append(Scheme(fractions, via, {k: v for k, v in above.items() if v}, {k: v for k, v in routes.items() if v}))
+        found.append(
+            Scheme(fractions, via, {k: v for k, v in above.items() if v}, {k: v for k, v in routes.items() if v})
+        )
     return found
 
 
@@ -343,7 +357,9 @@ def _part_moves(problem: Problem, s: int, tree: Tree, prices: np.ndarray, weight
                 if saved[to] <= least:
                     break
 
-                def go(tree: Tree, c: int = c, v: int = v, route: int = route, to: int = int(to), step: int = step) -> None:
+                def go(
+                    tree: Tree, c: int = c, v: int = v, route: int = route, to: int = int(to), step: int = step
+                ) -> None:
                     opened(tree, to)
                     tree.move(c, v, route, to, cheapest(problem.legs_of(s, c, to)), step)
 

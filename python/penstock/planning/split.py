@@ -25,7 +25,9 @@ class Split:
     """What a worker of each job sends, added up: of two splits with one `rate` the better has more."""
 
 
-def split(loads: np.ndarray, room: np.ndarray, job_of: np.ndarray, most: Sequence[float], fractions: np.ndarray | None = None) -> Split:
+def split(
+    loads: np.ndarray, room: np.ndarray, job_of: np.ndarray, most: Sequence[float], fractions: np.ndarray | None = None
+) -> Split:
     """``loads[s]`` is what a unit of part s's rate loads, by resource; ``room`` what the resources have, ``most[j]`` what a worker of job
     j can send at all. With ``fractions``, by part, the split of each model stays as it is."""
     parts, jobs = len(loads), len(most)
@@ -53,7 +55,9 @@ def split(loads: np.ndarray, room: np.ndarray, job_of: np.ndarray, most: Sequenc
     return Split(float(by_job.min()), x[:parts], prices, float(by_job.sum()))
 
 
-def _fixed(loads: np.ndarray, room: np.ndarray, job_of: np.ndarray, most: Sequence[float], fractions: np.ndarray) -> Split:
+def _fixed(
+    loads: np.ndarray, room: np.ndarray, job_of: np.ndarray, most: Sequence[float], fractions: np.ndarray
+) -> Split:
     """All jobs at one rate, as high as what is fullest lets them."""
     by_rate = fractions @ loads
     used = np.flatnonzero(by_rate > 0)

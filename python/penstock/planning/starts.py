@@ -93,7 +93,9 @@ def rounded(problem: Problem, relaxed: Relaxed, rng: np.random.Generator) -> lis
             counts[c] = rng.multinomial(problem.count(s)[c], shares / shares.sum())
         above = np.full(straight, straight)
         for v in range(straight):
-            nested = {u: rate for (t, w, u), rate in relaxed.nested.items() if (t, w) == (s, v)} if relaxed.nested else {}
+            nested = (
+                {u: rate for (t, w, u), rate in relaxed.nested.items() if (t, w) == (s, v)} if relaxed.nested else {}
+            )
             rates = np.array([relaxed.forwarded[s, v], *nested.values()])
             if rates.sum() > 0:
                 above[v] = [straight, *nested][int(rng.choice(len(rates), p=rates / rates.sum()))]
@@ -114,7 +116,9 @@ def filled(
     With ``trees`` only the classes ``anew``, (part, class), are placed, and the others stay. None: some worker finds no place.
     """
     filling = _Filling(problem, np.maximum(rates, 1e-3 * rates.max(initial=0.0) or 1e-9 * problem.scale), trees)
-    order = [(s, c) for s in range(len(problem.servers)) for c in range(len(problem.count(s)))] if anew is None else anew
+    order = (
+        [(s, c) for s in range(len(problem.servers)) for c in range(len(problem.count(s)))] if anew is None else anew
+    )
     for s, c in order if anew is not None else ():
         filling.take_out(s, c)
     for at in rng.permutation(len(order)):
@@ -128,7 +132,11 @@ class _Filling:
 
     def __init__(self, problem: Problem, rates: np.ndarray, trees: list[Tree] | None) -> None:
         self.problem, self.rates = problem, rates
-        self.trees = [Tree(problem, s) for s in range(len(problem.servers))] if trees is None else [each.copy() for each in trees]
+        self.trees = (
+            [Tree(problem, s) for s in range(len(problem.servers))]
+            if trees is None
+            else [each.copy() for each in trees]
+        )
         self.room = np.maximum(problem.room, 1e-9 * problem.scale)
         self.full = rates @ np.array([each.loads for each in self.trees])
         self.prices = np.zeros(len(self.room) + 1)
@@ -189,7 +197,8 @@ class _Filling:
         problem, tree, straight = self.problem, self.trees[s], self.problem.straight
         options = [straight] if tree.below[straight] < problem.most_children_of_server else []
         options += [
-            u for u in problem.parents[s][v]
+            u
+            for u in problem.parents[s][v]
             if 0 < tree.below[u] < problem.most_children[u] and tree.above[u] == straight
         ]
         if not options:
@@ -198,7 +207,9 @@ class _Filling:
         def price(u: int) -> float:
             number = problem.intake_at(s, u)
             legs = problem.legs_above(s, v, u)
-            return sum(self.prices[e] for e in legs[self._cheapest(legs)]) + (0.0 if number is None else float(self.prices[number]))
+            return sum(self.prices[e] for e in legs[self._cheapest(legs)]) + (
+                0.0 if number is None else float(self.prices[number])
+            )
 
         to = min(options, key=price) if len(options) > 1 else options[0]
         tree.rest(v, to, self._cheapest(problem.legs_above(s, v, to)))
@@ -217,7 +228,9 @@ class _Filling:
     def _price(self, which: np.ndarray, more: float) -> None:
         share = (self.full[which] + more) / self.room[which]
         # What would be over-full costs much more.
-        self.prices[which] = np.exp(np.minimum(_STEEP * share, 60.0) + np.where(share > 1 + 1e-9, 8.0, 0.0)) / self.room[which]
+        self.prices[which] = (
+            np.exp(np.minimum(_STEEP * share, 60.0) + np.where(share > 1 + 1e-9, 8.0, 0.0)) / self.room[which]
+        )
 
 
 def _two_levels(above: np.ndarray, counts: np.ndarray, straight: int) -> np.ndarray:

@@ -61,7 +61,9 @@ def _drawn(network: Network, label: str, form: str, width: int) -> str:
         neighbours[edge.ends[1]].append(edge.ends[0])
     # Labels of a row stand upright where there is no room for them side by side.
     upright = [bool(row) and max(map(_text_px, (node.label for node in row))) > width / len(row) - 6 for row in rows]
-    room = [_clipped_px(row) + 14 if is_upright else _LINE_PX + 8 for row, is_upright in zip(rows, upright, strict=True)]
+    room = [
+        _clipped_px(row) + 14 if is_upright else _LINE_PX + 8 for row, is_upright in zip(rows, upright, strict=True)
+    ]
     key, key_px = _key(network.key, width)
     top = key_px + (12 if upright[-1] else _LINE_PX + 10)
     height = top + _TIER_PX * (tiers - 1) + (room[0] if tiers > 1 else 10) + 8
@@ -71,7 +73,9 @@ def _drawn(network: Network, label: str, form: str, width: int) -> str:
             row.sort(key=lambda node: _mean(places[name][0] for name in neighbours[node.name] if name in places))
         for index, node in enumerate(row):
             places[node.name] = (index + 0.5) * width / len(row), top + _TIER_PX * (tiers - 1 - tier)
-    parts = [f'<svg class="{form}" role="img" aria-label="{escape(label, quote=True)}" viewBox="0 0 {width} {height:.0f}">']
+    parts = [
+        f'<svg class="{form}" role="img" aria-label="{escape(label, quote=True)}" viewBox="0 0 {width} {height:.0f}">'
+    ]
     parts += key
     # What is full is drawn last, above the others.
     for edge in sorted(network.edges, key=lambda each: (each.is_full, each.load)):

@@ -57,7 +57,9 @@ _search_options = [
         show_default=True,
         help="For the bound and the search, at most.",
     ),
-    click.option("--levels", type=click.IntRange(1, 2), help="Of aggregators; by default one, and two where one is too few."),
+    click.option(
+        "--levels", type=click.IntRange(1, 2), help="Of aggregators; by default one, and two where one is too few."
+    ),
 ]
 
 
@@ -71,7 +73,9 @@ def _searching(function: click.decorators.FC) -> click.decorators.FC:
 @click.argument("cluster_path", metavar="CLUSTER", type=click.Path(dir_okay=False))
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write the deployment to this file.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
-@click.option("--at-least", metavar="RATE", help="Fail where no plan lets a worker send so fast, and say what stands against it.")
+@click.option(
+    "--at-least", metavar="RATE", help="Fail where no plan lets a worker send so fast, and say what stands against it."
+)
 @click.option(
     "--all-jobs",
     type=click.Choice(["joint", "in-turn"]),
@@ -79,8 +83,15 @@ def _searching(function: click.decorators.FC) -> click.decorators.FC:
 )
 @_searching
 def _for(
-    cluster_path: str, output: str | None, json_path: str | None, at_least: str | None, all_jobs: str | None,
-    job_name: str | None, seed: int, seconds: float, levels: int | None,
+    cluster_path: str,
+    output: str | None,
+    json_path: str | None,
+    at_least: str | None,
+    all_jobs: str | None,
+    job_name: str | None,
+    seed: int,
+    seconds: float,
+    levels: int | None,
 ) -> None:
     """Plan a job of a cluster file. `penstock plan CLUSTER` is the same."""
     need("penstock plan", "scipy")
@@ -110,15 +121,21 @@ def _for(
         if output is not None:
             _write(made, cluster, cluster_path, output)
         if json_path is not None:
-            figures = [{key: None if value == math.inf else value for key, value in asdict(row).items()} for row in made.rows]
+            figures = [
+                {key: None if value == math.inf else value for key, value in asdict(row).items()} for row in made.rows
+            ]
             Path(json_path).write_text(json.dumps(figures, indent=2) + "\n")
 
 
 @command.command()
 @click.argument("path", metavar="FILE", type=click.Path(dir_okay=False))
-@click.option("--report", "report_path", type=click.Path(dir_okay=False), help="Write a page with a picture of the network.")
+@click.option(
+    "--report", "report_path", type=click.Path(dir_okay=False), help="Write a page with a picture of the network."
+)
 @_searching
-def explain(path: str, report_path: str | None, job_name: str | None, seed: int, seconds: float, levels: int | None) -> None:
+def explain(
+    path: str, report_path: str | None, job_name: str | None, seed: int, seconds: float, levels: int | None
+) -> None:
     """Say where a deployment's gradients flow, what that loads, and what is full; of a cluster file, what a plan's do."""
     need("penstock plan", "scipy")
     from penstock.tools.plan import explained
@@ -175,6 +192,8 @@ def _job(cluster: Cluster, name: str | None) -> Job:
         return cluster.job[name]
     if len(cluster.jobs) != 1:
         raise cluster.wrong(
-            "jobs", f"are {len(cluster.jobs)}: " + ("choose with --job, or plan them with --all-jobs" if cluster.jobs else "a plan is for one")
+            "jobs",
+            f"are {len(cluster.jobs)}: "
+            + ("choose with --job, or plan them with --all-jobs" if cluster.jobs else "a plan is for one"),
         )
     return cluster.jobs[0]

@@ -33,7 +33,20 @@ class Explained:
 def is_deployment(text: str, name: str) -> bool:
     """Whether a file says what a deployment does, rather than a cluster."""
     return "aggregated" in places.compose(text, name, "the file").mapping(
-        (), ("version", "aggregated", "cluster", "job", "hosts", "switches", "defaults", "links", "aggregators", "servers", "jobs")
+        (),
+        (
+            "version",
+            "aggregated",
+            "cluster",
+            "job",
+            "hosts",
+            "switches",
+            "defaults",
+            "links",
+            "aggregators",
+            "servers",
+            "jobs",
+        ),
     )
 
 
@@ -60,7 +73,9 @@ def of_deployment(text: str, path: str, *, seconds: float, levels: int | None) -
     cluster = file.load(os.path.join(folder, str(top["cluster"].node.value)))
     name = top["job"].name_of() if "job" in top else None
     if name is None and len(cluster.jobs) != 1:
-        raise ConfigError(f"{path}: choose with `job:` whose workers these are, from {', '.join(cluster.job) or 'none'}")
+        raise ConfigError(
+            f"{path}: choose with `job:` whose workers these are, from {', '.join(cluster.job) or 'none'}"
+        )
     job = cluster.jobs[0] if name is None else cluster.job[name]
     if not cluster.links:
         raise cluster.wrong("links", "are needed: without them nothing is known of the network")
@@ -84,14 +99,18 @@ def describe(found: Explained) -> str:
     lines += ["", "fullest:"]
     width = max((len(load.name) for load in worth.loads[:_SHOWN]), default=0)
     for load in worth.loads[:_SHOWN]:
-        lines.append(f"  {load.name:{width}}  {rate_text(load.load):>13} of {rate_text(load.room):<13} {load.share:>6.1%}")
+        lines.append(
+            f"  {load.name:{width}}  {rate_text(load.load):>13} of {rate_text(load.room):<13} {load.share:>6.1%}"
+        )
     if len(worth.loads) > _SHOWN:
         lines.append(f"  ... and {len(worth.loads) - _SHOWN} more that are used")
     return "\n".join(lines)
 
 
 def _of_bound(found: Explained) -> str:
-    return "" if not found.bound or found.bound == float("inf") else f", {found.worth.rate / found.bound:.1%} of the bound"
+    return (
+        "" if not found.bound or found.bound == float("inf") else f", {found.worth.rate / found.bound:.1%} of the bound"
+    )
 
 
 def _full(worth: Evaluation) -> str:
@@ -137,7 +156,10 @@ def page(found: Explained, path: str) -> Page:
     full = _full(worth)
     bound = [] if not found.bound else [Card(f"{worth.rate / found.bound:.0%}", "of the bound", rate_text(found.bound))]
     lines = [
-        Line([load.name, rate_text(load.load), rate_text(load.room), f"{load.share:.0%}"], kind="best" if load.share > _FULL else "plain")
+        Line(
+            [load.name, rate_text(load.load), rate_text(load.room), f"{load.share:.0%}"],
+            kind="best" if load.share > _FULL else "plain",
+        )
         for load in worth.loads[:_LISTED]
     ]
     left_out = len(worth.loads) - len(lines)
@@ -162,7 +184,11 @@ def page(found: Explained, path: str) -> Page:
         ),
         next=Next("See what each worker does on its way.", f"penstock plan explain {path}"),
         setting=f"Job {found.job.name} of {len(found.job.workers)} ranks, {len(found.scheme.fractions)} servers; computed, not measured.",
-        cards=[Card(rate_text(worth.rate), "a worker", "at best"), *bound, Card(str(len(worth.loads)), "links and nodes in use", full)],
+        cards=[
+            Card(rate_text(worth.rate), "a worker", "at best"),
+            *bound,
+            Card(str(len(worth.loads)), "links and nodes in use", full),
+        ],
         sections=[Section("Loads", [table]), *trees],
     )
 
@@ -183,7 +209,11 @@ def network(found: Explained) -> Network:
         links = cluster.links_of[host]
         if host in daemons or len(links) != 1 or host not in found.job.workers:
             if host in daemons or host in found.job.workers:
-                full = any(_is_full(of.get(f"{kind} {name}")) for name in daemons.get(host, []) for kind in ("aggregator", "server"))
+                full = any(
+                    _is_full(of.get(f"{kind} {name}"))
+                    for name in daemons.get(host, [])
+                    for kind in ("aggregator", "server")
+                )
                 colour = "series-2" if host in servers else "series-3" if host in daemons else "soft"
                 nodes.append(Node(host, 0, host, colour, full))
         else:
@@ -207,11 +237,19 @@ def network(found: Explained) -> Network:
 
     def place(node: Node) -> tuple[int, int]:
         # At the bottom, what is on one switch stands together.
-        at = next((end for edge in edges for end in edge.ends if node.name in edge.ends and end != node.name), node.name)
+        at = next(
+            (end for edge in edges for end in edge.ends if node.name in edge.ends and end != node.name), node.name
+        )
         return (order.get(at, 0), order.get(node.name, -1))
 
     nodes.sort(key=place)
-    key = [("workers", "soft"), ("servers", "series-2"), ("aggregators", "series-3"), ("switches", "ink"), ("full", "bad")]
+    key = [
+        ("workers", "soft"),
+        ("servers", "series-2"),
+        ("aggregators", "series-3"),
+        ("switches", "ink"),
+        ("full", "bad"),
+    ]
     used = {node.colour for node in nodes} | {"bad"}
     return Network(nodes, edges, [(text, colour) for text, colour in key if colour in used])
 
@@ -220,7 +258,10 @@ def _edge(ends: tuple[str, str], load: Load | None, widest: float, what: str) ->
     if load is None:
         return Edge(ends, 0.0, f"{what}: not used, or without a limit")
     return Edge(
-        ends, min(load.load / widest, 1.0), f"{what}: {rate_text(load.load)} of {rate_text(load.room)}, {load.share:.0%}", _is_full(load)
+        ends,
+        min(load.load / widest, 1.0),
+        f"{what}: {rate_text(load.load)} of {rate_text(load.room)}, {load.share:.0%}",
+        _is_full(load),
     )
 
 

@@ -156,7 +156,9 @@ def describe_jobs(plans: Sequence[Plan]) -> str:
     """Several jobs', as a text."""
     rows = [Row(each.job.name, each.rows[0].rate_bit_s, each.rows[0].of_bound, each.rows[0].binding) for each in plans]
     slowest = min(rows, key=lambda row: row.rate_bit_s)
-    return "\n".join([f"All at once: {slowest.way} is the slowest with {rate_text(slowest.rate_bit_s)} a worker.", "", *_table(rows)])
+    return "\n".join(
+        [f"All at once: {slowest.way} is the slowest with {rate_text(slowest.rate_bit_s)} a worker.", "", *_table(rows)]
+    )
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
