@@ -93,8 +93,8 @@ def random_cluster(rng: random.Random) -> Cluster:
 
 
 def random_mesh(rng: random.Random) -> Cluster:
-    """Up to five workers on up to four switches that are joined by several ways, some by two cables, with aggregators on hosts and
-    at switches."""
+    """Up to five workers on up to four switches that are joined by several ways, some by two cables, with aggregators on hosts
+    and at switches."""
     switches = [f"r{i}" for i in range(rng.randint(2, 4))]
     pairs = [(a, b) for i, a in enumerate(switches) for b in switches[i + 1 :]]
     joined = [(switches[i], switches[i + 1]) for i in range(len(switches) - 1)]

@@ -21,15 +21,15 @@ import ranks
 from penstock.cli import main
 from penstock.cluster import deployment as deployments
 from penstock.cluster import file
-from penstock.cluster.network import Aggregator, Cluster, End, Host, Job, Link, Nic, Server, Switch
+from penstock.cluster.network import Job, Nic
 from penstock.errors import Config
 from penstock.planning import baselines
 from penstock.planning.deploy import deployment
 from penstock.planning.evaluate import evaluate
 from penstock.planning.exact import exact
 from penstock.planning.problem import Problem
-from penstock.planning.scheme import Scheme
 from penstock.planning.relax import relax
+from penstock.planning.scheme import Scheme
 from penstock.planning.solve import scheme_of, search
 from penstock.tools.bench.aggregated.cluster import Cluster as Emulated
 from planned import MBIT, cluster_of, of_the_paper, random_cluster

@@ -44,8 +44,8 @@ def of_fat_tree(*, workers: int = 50, servers: int = 4, uneven: bool = False, se
 
 @pytest.mark.parametrize("seed", range(16))
 def test_random_meshes(seed: int) -> None:
-    """With several routes and two levels: the search is within 8 % of the proven best, no scheme passes the bound or loads anything by
-    more than it has, whoever judges; and a deployment says the same as its scheme."""
+    """With several routes and two levels: the search is within 8 % of the proven best, no scheme passes the bound or loads
+    anything by more than it has, whoever judges; and a deployment says the same as its scheme."""
     cluster = random_mesh(random.Random(seed))
     (job,) = cluster.jobs
     levels = 1 + seed % 2
@@ -104,7 +104,8 @@ def test_two_ways_carry_more_than_one() -> None:
 
 
 def test_levels_where_a_server_has_no_place_for_all() -> None:
-    """80 racks are more than a server has children: some aggregators push to others, and the parser of the ranks takes the file."""
+    """80 racks are more than a server has children: some aggregators push to others, and the parser of the ranks takes the
+    file."""
     cluster = generate.racks(480, 80, servers=2, rate_bit_s=1000 * MBIT, uplink={"rate_bit_s": 4000 * MBIT})
     (job,) = cluster.jobs
     problem = Problem(cluster, job, candidates=2)
@@ -115,15 +116,15 @@ def test_levels_where_a_server_has_no_place_for_all() -> None:
     assert scheme.above and _written_and_read(cluster, scheme) == pytest.approx(found.rate, rel=1e-3)
     assert 0 < found.rate <= bound_of_all(problem, relaxed) * (1 + 1e-6)
     with pytest.raises(
-        Config, match="480 workers of train find no place below server s0: .* in 1 level of aggregators"
+        Config, match=r"480 workers of train find no place below server s0: .* in 1 level of aggregators"
     ):
         search(Problem(cluster, job, levels=1, candidates=1), seconds=1)
 
 
 @pytest.mark.parametrize("uneven", [False, True])
 def test_the_papers_fat_tree(uneven: bool) -> None:
-    """54 hosts, 50 of them workers: within a second far better than one rounding, and at least twice ATP where links are unequal; the
-    judge agrees."""
+    """54 hosts, 50 of them workers: within a second far better than one rounding, and at least twice ATP where links are
+    unequal; the judge agrees."""
     cluster = of_fat_tree(uneven=uneven)
     (job,) = cluster.jobs
     problem = Problem(cluster, job)
@@ -151,7 +152,8 @@ def test_fewer_candidates_have_the_same_bound_in_the_end() -> None:
 
 
 def test_routes() -> None:
-    """A fat-tree of 6 ports has 9 shortest routes between pods, 3 within one; every route is a way, and its switches say which."""
+    """A fat-tree of 6 ports has 9 shortest routes between pods, 3 within one; every route is a way, and its switches say
+    which."""
     cluster = generate.fat_tree(6, servers=4, rate_bit_s=MBIT)
     routes = Routes(cluster)
     assert (
@@ -189,7 +191,8 @@ def test_rails() -> None:
     assert evaluate(cluster, job, scheme).rate == pytest.approx(found.rate, rel=1e-3) and found.rate <= relax(
         problem
     ).bound * (1 + 1e-6)
-    # Each server could be sent to straight by four ranks and one aggregator, and each aggregator by the four others: 20 Mbit/s each.
+    # Each server could be sent to straight by four ranks and one aggregator, and each aggregator by the four others: 20 Mbit/s
+    # each.
     assert found.rate >= 40 * MBIT * (1 - 1e-6)
 
 

@@ -62,8 +62,8 @@ class Server:
     fraction: float
     tree: tuple[Aggregator, ...]
     routes: tuple[tuple[int | str, tuple[str, ...]], ...] = ()
-    """Links of the cluster file by rank, or by an aggregator's address: the way to what it pushes to. Ranks do not need them: who runs
-    the network sets them up."""
+    """Links of the cluster file by rank, or by an aggregator's address: the way to what it pushes to. Ranks do not need them:
+    who runs the network sets them up."""
 
     @property
     def aggregators(self) -> tuple[Aggregator, ...]:
@@ -408,12 +408,14 @@ def _routes(entry: Entry, server: Server, names: _Names) -> tuple[tuple[int | st
     """The links of each way that a deployment names."""
     cluster = names.cluster
     assert cluster is not None
-    at = {cluster.address(each): each.at for each in (*cluster.aggregators, *cluster.servers)}
+    at = {cluster.address(each): each.at for each in cluster.aggregators}
+    at |= {cluster.address(each): each.at for each in cluster.servers}
     if names.job is None and not cluster.jobs:
         raise entry.wrong("needs a job in the cluster file, whose ranks take the routes")
     if names.job is None:
         raise entry.wrong(f"choose with `job:` from {', '.join(cluster.job)} whose ranks take the routes")
-    parents = {one.address: above for above in (server, *server.aggregators) for one in _aggregators_below(above)}
+    nodes: tuple[Server | Aggregator, ...] = (server, *server.aggregators)
+    parents = {one.address: above for above in nodes for one in _aggregators_below(above)}
     found: dict[int | str, tuple[str, ...]] = {}
     for each in entry.sequence("- {workers: [h0], through: [leaf0, spine1]}"):
         fields = each.mapping(required=("through",), optional=("workers", "aggregators"))

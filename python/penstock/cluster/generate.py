@@ -112,11 +112,12 @@ def fat_tree(
     uplink: Mapping[str, Any] | None = None,
     **link: Any,
 ) -> Cluster:
-    """The fat-tree of switches with so many ports (Al-Fares, SIGCOMM '08): ``ports`` pods of as many edge and aggregation switches,
-    half of ``ports`` each, and (ports / 2)^2 core switches. With 6 ports 54 hosts, 18 edge, 18 aggregation and 9 core switches.
+    """The fat-tree of switches with so many ports (Al-Fares, SIGCOMM '08): ``ports`` pods of as many edge and aggregation
+    switches, half of ``ports`` each, and (ports / 2)^2 core switches. With 6 ports 54 hosts, 18 edge, 18 aggregation and 9 core
+    switches.
 
-    Switches are ``edge0-1`` (pod, number), ``agg0-1`` and ``core0-1`` (that every ``aggP-0`` is linked to, number). Servers run on
-    hosts' places: spread evenly, or with a ``seed`` drawn at random.
+    Switches are ``edge0-1`` (pod, number), ``agg0-1`` and ``core0-1`` (that every ``aggP-0`` is linked to, number). Servers run
+    on hosts' places: spread evenly, or with a ``seed`` drawn at random.
 
     Args:
         aggregators: whether each switch has one: ``a0``, ... at the switches in the order edge, aggregation, core.
@@ -152,8 +153,9 @@ def fat_tree(
 def rails(
     hosts: int, nics: int, *, spines: int = 1, servers: int = 0, uplink: Mapping[str, Any] | None = None, **link: Any
 ) -> Cluster:
-    """Hosts with several NICs, of which each is at a switch of its own, its *rail*: ``eth0`` of every host at ``rail0`` and so on.
-    Spine switches join the rails, and have the places of servers, dealt to the rails by turns. The job has a rank for every NIC.
+    """Hosts with several NICs, of which each is at a switch of its own, its *rail*: ``eth0`` of every host at ``rail0`` and so
+    on. Spine switches join the rails, and have the places of servers, dealt to the rails by turns. The job has a rank for every
+    NIC.
 
     Args:
         uplink: what the links between rails and spines have instead of ``link``.

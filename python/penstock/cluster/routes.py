@@ -132,8 +132,8 @@ def walk(cluster: Cluster, start: str, end: str, links: Sequence[str]) -> list[t
 
 
 def through(cluster: Cluster, start: str, end: str, names: Sequence[str]) -> tuple[str, ...]:
-    """The links of the way through the named switches; where several links join two nodes, the name of one of them may stand for the
-    switch behind it, and otherwise the first in the file is taken.
+    """The links of the way through the named switches; where several links join two nodes, the name of one of them may stand
+    for the switch behind it, and otherwise the first in the file is taken.
 
     Raises:
         LookupError: it is no way from the start to the end; the error says why.
@@ -188,7 +188,7 @@ def other(link: Link, node: str) -> str:
 MOST_ROUTES = 16
 """Routes between two nodes that are considered. A fat-tree of 8 ports has as many shortest ones between its pods."""
 LONGER = 1
-"""A detour of one link helps where the ways to a node differ by one, as in a ring of three switches; in a tree, a leaf-spine network
-or a fat-tree there is none."""
+"""A detour of one link helps where the ways to a node differ by one, as in a ring of three switches; in a tree, a leaf-spine
+network or a fat-tree there is none."""
 # So many times as many routes are looked at as are taken.
 _LOOKED_AT = 4

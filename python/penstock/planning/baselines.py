@@ -7,19 +7,21 @@ import math
 import numpy as np
 
 from penstock.cluster.network import Cluster, Job
+from penstock.cluster.routes import walk
+from penstock.errors import Config as ConfigError
+from penstock.planning.evaluate import evaluate
 from penstock.planning.problem import Problem
 from penstock.planning.relax import Relaxed, relax
-from penstock.cluster.routes import walk
 from penstock.planning.scheme import Scheme
 from penstock.planning.solve import best_rates, scheme_of
-from penstock.planning.starts import Ways, nearest, one_way, routed, rounded, within_limits
+from penstock.planning.starts import Ways, nearest, one_way, rounded, routed, within_limits
 
-__all__ = ["atp", "equal_inart", "hierarchical", "inart", "lbmm", "ring"]
+__all__ = ["atp", "atp_best_effort", "equal_inart", "hierarchical", "inart", "lbmm", "ring"]
 
 
 def lbmm(problem: Problem) -> Scheme:
-    """LBMM of the paper's section 5.1: every server sums an equal part, and every worker sends straight to it, on the route that is
-    emptiest when its turn comes.
+    """LBMM of the paper's section 5.1: every server sums an equal part, and every worker sends straight to it, on the route
+    that is emptiest when its turn comes.
 
     Raises:
         penstock.errors.Config: more workers than a server can have children.
@@ -28,8 +30,8 @@ def lbmm(problem: Problem) -> Scheme:
 
 
 def atp(problem: Problem) -> Scheme:
-    """ATP (NSDI '21) as the paper has it: equal parts, each worker by the aggregator of its rack, and from there on the emptiest route.
-    Those for which it has no place go straight on."""
+    """ATP (NSDI '21) as the paper has it: equal parts, each worker by the aggregator of its rack, and from there on the
+    emptiest route. Those for which it has no place go straight on."""
     ways = nearest(problem)
     straight = problem.straight
     for each in ways:
@@ -41,6 +43,34 @@ def atp(problem: Problem) -> Scheme:
                 each.counts[c, straight] += step
                 over -= step
     return _equal(problem, within_limits(problem, ways))
+
+
+def atp_best_effort(problem: Problem) -> Scheme:
+    """ATP where a switch sums only as many flows as it has room for, and the others go on to the servers unsummed: of all such
+    numbers the best, the same for all switches. More than ATP does, which learns of no rate beforehand."""
+    ways, straight = nearest(problem), problem.straight
+    most = max(int(sum(each.counts[:, v].sum() for each in ways)) for v in range(straight)) if straight else 0
+    best = atp(problem)
+    best_rate = evaluate(problem.cluster, problem.jobs[0], best, problem.background).rate
+    for summed in sorted({round(most * i / _TRIED) for i in range(_TRIED + 1)}, reverse=True):
+        tried = [Ways(each.counts.copy(), each.above) for each in ways]
+        for v in range(straight):
+            over = sum(int(each.counts[:, v].sum()) for each in tried) - summed
+            for turn in range(max(over, 0)):
+                # By turns of another server for each switch.
+                each = tried[(turn + v) % len(tried)]
+                classes = np.flatnonzero(each.counts[:, v])
+                if len(classes):
+                    each.counts[classes[-1], v] -= 1
+                    each.counts[classes[-1], straight] += 1
+        try:
+            scheme = _equal(problem, within_limits(problem, tried))
+        except ConfigError:
+            continue
+        rate = evaluate(problem.cluster, problem.jobs[0], scheme, problem.background).rate
+        if rate > best_rate:
+            best, best_rate = scheme, rate
+    return best
 
 
 def inart(problem: Problem, rng: np.random.Generator, relaxed: Relaxed | None = None) -> Scheme:
@@ -86,3 +116,7 @@ def ring(cluster: Cluster, job: Job) -> tuple[float, str]:
 def _equal(problem: Problem, ways: list[Ways]) -> Scheme:
     equal = np.ones(len(problem.servers))
     return scheme_of(problem, equal, routed(problem, ways, equal))
+
+
+# So many numbers of flows are tried.
+_TRIED = 16

@@ -1,8 +1,8 @@
 """A bound for all schemes from the shadow prices of a problem that considers only some of them (`Problem`'s ``candidates``).
 
-Any prices that are not negative give a bound: what the resources are worth, over what a unit of a worker's rate costs at least. That
-cost is bounded for each part on its own, over all aggregators and all routes, by Lagrange's method once more. docs/design/planner.md has
-the derivation.
+Any prices that are not negative give a bound: what the resources are worth, over what a unit of a worker's rate costs at least.
+That cost is bounded for each part on its own, over all aggregators and all routes, by Lagrange's method once more.
+docs/design/planner.md has the derivation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def bound_of_all(problem: Problem, relaxed: Relaxed) -> float:
     if relaxed.is_solved:
         duals = relaxed.duals
         rate = min(rate, _bound(problem, duals.resources, duals.most, duals.jobs, relaxed))
-    # Prices that know of no scheme: all that aggregators and servers take in is worth the same, with or without the links to them.
+    # Prices that know of no scheme: all that aggregators and servers take in is worth the same, with or without the links to
+    # them.
     for with_links in (False, True):
         prices = np.zeros(len(problem.resources))
         for number, resource in enumerate(problem.resources):
@@ -58,8 +59,9 @@ def _bound(
 
 
 def _is_of_daemon(problem: Problem, name: str) -> bool:
-    hosts = {each.at for each in (*problem.cluster.aggregators, *problem.cluster.servers)}
-    return any(end.node in hosts for end in problem.cluster.link[name.removeprefix("link ")].ends)
+    cluster = problem.cluster
+    hosts = {each.at for each in cluster.aggregators} | {each.at for each in cluster.servers}
+    return any(end.node in hosts for end in cluster.link[name.removeprefix("link ")].ends)
 
 
 def _at_server(problem: Problem, name: str) -> list[int]:

@@ -11,11 +11,11 @@ __all__ = ["conflict"]
 
 
 def conflict(problem: Problem, rate: float) -> list[str]:
-    """Limits that together let no worker send at this rate, in words: without any one of them the others would. None, if the relaxed
-    problem reaches the rate.
+    """Limits that together let no worker send at this rate, in words: without any one of them the others would. None, if the
+    relaxed problem reaches the rate.
 
-    A limit with a shadow price is in the proof that more is impossible, so those are enough to begin with; then each is left out that
-    is not needed (a deletion filter, as for irreducible infeasible systems). Cost: a linear program for each of them.
+    A limit with a shadow price is in the proof that more is impossible, so those are enough to begin with; then each is left
+    out that is not needed (a deletion filter, as for irreducible infeasible systems). Cost: a linear program for each of them.
     """
     program = Program(problem)
     names = _names(program)

@@ -1,4 +1,5 @@
-"""What a scheme is worth, flow by flow and by rank. Nothing of what the solvers compute is used here, so that it can judge them."""
+"""What a scheme is worth, flow by flow and by rank. Nothing of what the solvers compute is used here, so that it can judge
+them."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.cluster.network import Cluster, Job
-from penstock.errors import Config as ConfigError
 from penstock.cluster.routes import walk
+from penstock.errors import Config as ConfigError
 from penstock.planning.scheme import MOST_LEVELS, Child, Scheme, children
 
 __all__ = ["Evaluation", "Load", "evaluate", "evaluate_all", "loads_of"]
@@ -48,7 +49,8 @@ def evaluate(cluster: Cluster, job: Job, scheme: Scheme, background: Mapping[str
     `penstock.planning.problem.Problem`.
 
     Raises:
-        penstock.errors.Config: the scheme's parts do not add up to 1, it names what the cluster lacks, gives a node more children than
+        penstock.errors.Config: the scheme's parts do not add up to 1, it names what the cluster lacks, gives a node more
+        children than
             it can have, or a route is none.
     """
     return evaluate_all(cluster, [(job, scheme, 1.0)], background)
@@ -57,7 +59,8 @@ def evaluate(cluster: Cluster, job: Job, scheme: Scheme, background: Mapping[str
 def evaluate_all(
     cluster: Cluster, jobs: Sequence[tuple[Job, Scheme, float]], background: Mapping[str, float] | None = None
 ) -> Evaluation:
-    """Several jobs at once, whose workers send at rates of a given proportion to each other: the rate is that of a job of weight 1.
+    """Several jobs at once, whose workers send at rates of a given proportion to each other: the rate is that of a job of
+    weight 1.
 
     Raises:
         penstock.errors.Config: as `evaluate`.
@@ -101,8 +104,8 @@ def loads_of(cluster: Cluster, job: Job, scheme: Scheme) -> dict[str, float]:
                     of_directions[direction] = of_directions.get(direction, 0.0) + part
             node = f"server {server}" if parent is None else f"aggregator {parent}"
             of_nodes[node] = of_nodes.get(node, 0.0) + part
-    for (link, _), load in of_directions.items():
-        of_nodes[f"link {link}"] = max(of_nodes.get(f"link {link}", 0.0), load)
+    for (name, _), load in of_directions.items():
+        of_nodes[f"link {name}"] = max(of_nodes.get(f"link {name}", 0.0), load)
     return of_nodes
 
 

@@ -12,8 +12,8 @@ __all__ = ["exact"]
 
 
 def exact(problem: Problem, seconds: float = 60.0) -> tuple[Solved, bool]:
-    """The best scheme of one job, and whether it is proven to be. With a binary variable y for each worker, way and route, g <= B y makes
-    the product g = r_s y exact (McCormick); the same for what aggregators push on."""
+    """The best scheme of one job, and whether it is proven to be. With a binary variable y for each worker, way and route, g <=
+    B y makes the product g = r_s y exact (McCormick); the same for what aggregators push on."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_array
 

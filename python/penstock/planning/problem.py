@@ -5,9 +5,9 @@
   worker ──r_s──> aggregator ──r_s──> server                where all workers that push there cost the server one flow, or
   worker ──r_s──> aggregator ──r_s──> aggregator ──> server    with two levels
 ```
-A server sums its *part* of a job's model at the rate r_s; every worker sends it that much, so all of it at f = sum of r_s, which is
-to be as high as possible; of several jobs the lowest. A flow takes one of the routes of `routes.py`; results take the same way
-back.
+A server sums its *part* of a job's model at the rate r_s; every worker sends it that much, so all of it at f = sum of r_s,
+which is to be as high as possible; of several jobs the lowest. A flow takes one of the routes of `routes.py`; results take the
+same way back.
 
 Workers that differ in nothing but a link of their own are one *class* with a count: a problem grows with racks, not with workers.
 """
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.cluster.network import Cluster, Job, Link
-from penstock.errors import Config as ConfigError
 from penstock.cluster.routes import Routes
+from penstock.errors import Config as ConfigError
 from penstock.planning.scheme import MOST_CHILDREN, MOST_LEVELS, children
 
 __all__ = ["Problem", "Resource", "Table"]
@@ -57,8 +57,8 @@ class Table:
 
 
 class Problem:
-    """Jobs on a cluster, in numbers. Indices: part s (a server of a job), class c of that job, way v: the number of an aggregator, or
-    their count for straight to the server.
+    """Jobs on a cluster, in numbers. Indices: part s (a server of a job), class c of that job, way v: the number of an
+    aggregator, or their count for straight to the server.
 
     Args:
         levels: of aggregators, 1 or 2; None: one, or two where one has no place for all workers.
@@ -245,9 +245,9 @@ class Problem:
         self.counts = [np.array([len(ranks) for ranks in classes]) for classes in self.classes]
 
     def _alone(self) -> dict[str, str]:
-        """The hosts whose only link carries nothing but what one job's workers there send, the same whichever way they send it; and
-        the switch behind the link."""
-        daemons = {each.at for each in (*self.cluster.servers, *self.cluster.aggregators)}
+        """The hosts whose only link carries nothing but what one job's workers there send, the same whichever way they send it;
+        and the switch behind the link."""
+        daemons = {each.at for each in self.cluster.servers} | {each.at for each in self.cluster.aggregators}
         users: dict[str, set[str]] = {}
         for job in self.jobs:
             for host in job.workers:

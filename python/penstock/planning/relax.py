@@ -1,7 +1,7 @@
 """The bound that no scheme can pass: the paper's phases 1 (its Eq. 2) and 2 (Eq. 5) as one linear program.
 
-With g = r_s y, h = r_s z and flows along routes everything is linear. docs/design/planner.md has the formulas, the Lagrangian, and why
-the multipliers of the paper's Eq. 3 are this program's shadow prices.
+With g = r_s y, h = r_s z and flows along routes everything is linear. docs/design/planner.md has the formulas, the Lagrangian,
+and why the multipliers of the paper's Eq. 3 are this program's shadow prices.
 """
 
 from __future__ import annotations

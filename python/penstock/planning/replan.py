@@ -91,7 +91,8 @@ def decide(
     """The state after an event, and what to do.
 
     Raises:
-        penstock.errors.Config: a worker or a server that is needed is cut off, or nothing has places for all workers; or the event
+        penstock.errors.Config: a worker or a server that is needed is cut off, or nothing has places for all workers; or the
+        event
             names what the cluster lacks. The old state still holds.
     """
     patience = patience or Patience()
@@ -169,8 +170,8 @@ def without(cluster: Cluster, job: Job, gone: frozenset[str], scheme: Scheme | N
 
 
 def trees_of(problem: Problem, scheme: Scheme) -> list[Tree]:
-    """A scheme's ways in a problem that may lack some of them: those whose aggregator is not there go straight to the server, and a route
-    that is not there is replaced by another one."""
+    """A scheme's ways in a problem that may lack some of them: those whose aggregator is not there go straight to the server,
+    and a route that is not there is replaced by another one."""
     numbers = {name: v for v, name in enumerate(problem.aggregators)}
     straight = problem.straight
     ways = []
@@ -229,8 +230,8 @@ def _reroute(problem: Problem, s: int, tree: Tree, scheme: Scheme) -> None:
 def _after(cluster: Cluster, state: State, event: Event) -> State:
     for name in event.background if isinstance(event, Loads) else (event.name,):
         kind, _, of = name.partition(" ")
-        known = {"link": cluster.link, "aggregator": cluster.aggregator, "server": cluster.server}.get(kind, {})
-        if of not in known or (isinstance(event, Gone) and kind == "server"):
+        known = {"link": set(cluster.link), "aggregator": set(cluster.aggregator), "server": set(cluster.server)}
+        if of not in known.get(kind, set()) or (isinstance(event, Gone) and kind == "server"):
             raise ConfigError(
                 f"an event names {name}, which the cluster does not have, or which cannot be done without"
             )

@@ -33,9 +33,9 @@ class Planned:
 def in_turn(
     cluster: Cluster, jobs: Sequence[Job], *, seed: int = 0, seconds: float = 5.0, levels: int | None = None
 ) -> list[Planned]:
-    """Each job beside those before it, whose loads are background to it (the paper's appendix B.1). Of n jobs the first one takes an
-    n-th of the rate that it could have, the next one of what is left a part for n - 1, the last one all: otherwise the first would
-    fill what all need.
+    """Each job beside those before it, whose loads are background to it (the paper's appendix B.1). Of n jobs the first one
+    takes an n-th of the rate that it could have, the next one of what is left a part for n - 1, the last one all: otherwise the
+    first would fill what all need.
 
     Raises:
         penstock.errors.Config: a job cannot be planned.

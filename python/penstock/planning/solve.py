@@ -7,13 +7,14 @@ small linear program (`split`); its shadow prices say which worker, sent another
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from penstock.errors import Config as ConfigError
 from penstock.planning.bound import bound_of_all
+from penstock.planning.moves import Move, moves
 from penstock.planning.problem import Problem
 from penstock.planning.relax import Relaxed, relax
 from penstock.planning.scheme import Child, Places, Scheme
@@ -95,9 +96,9 @@ def improved(
     search = _Search(problem, until, fractions)
     search.note(list(trees))
     search.repair(list(trees))
-    for share in (1.0, 1.1, 1.25) if fractions is not None else ():
+    for share in (1.0, 1.1, 1.25):
         assert search.best is not None
-        anew = filled(problem, share * search.best.split.rate * fractions, rng)
+        anew = filled(problem, share * search.best.split.rates, rng)
         if anew is not None and time.monotonic() < until:
             search.repair(anew)
     failed = 0
@@ -173,13 +174,6 @@ class _State:
     """How full things are, the fullest counting most: of two schemes with one rate the better has less."""
 
 
-@dataclass(frozen=True)
-class _Move:
-    saved: float
-    part: int
-    do: Callable[[Tree], None]
-
-
 class _Search:
     """Ways that change one step at a time, and what they load."""
 
@@ -195,7 +189,8 @@ class _Search:
         return Solved(best.split.rate, best.split.rates, best.trees, time.monotonic() > self.until)
 
     def kick(self, rng: np.random.Generator) -> bool:
-        """Draws some ways of the best scheme anew, out of a place where no single change helps; whether that led to a better one."""
+        """Draws some ways of the best scheme anew, out of a place where no single change helps; whether that led to a better
+        one."""
         assert self.best is not None
         problem = self.problem
         if rng.random() < _REFILLED:
@@ -210,7 +205,7 @@ class _Search:
             ways[s].counts[c] = 0
             ways[s].counts[c, choices] = rng.multinomial(problem.count(s)[c], rng.dirichlet(np.full(len(choices), 0.5)))
             touched.add(s)
-            if problem.levels > 1 and rng.random() < 0.5:
+            if problem.levels > 1 and problem.straight and rng.random() < 0.5:
                 v = int(rng.integers(problem.straight))
                 ways[s].above[v] = rng.choice([*problem.parents[s][v], problem.straight])
                 nested = ways[s].above[ways[s].above < problem.straight]
@@ -292,7 +287,7 @@ class _Search:
             return True
         return one.split.total >= other.split.total * (1 - 1e-6) and one.crowding < other.crowding * (1 - 1e-3)
 
-    def _moves(self, state: _State) -> list[_Move]:
+    def _moves(self, state: _State) -> list[Move]:
         """The most promising changes of one part's ways, by what the prices say that they save; the best first."""
         problem, rates = self.problem, state.split.rates
         room = np.maximum(problem.room, 1e-12 * problem.scale)
@@ -302,102 +297,12 @@ class _Search:
         worth, of_soft = float(prices @ room), float(soft @ room)
         if of_soft > 0:
             prices = prices + soft * (_SOFT * (worth or 1.0) / of_soft)
-        found: list[_Move] = []
+        found: list[Move] = []
         for s, tree in enumerate(state.trees):
             weight = max(rates[s], rates.sum() / (4 * len(rates)), 1e-9 * problem.scale)
-            found += _part_moves(problem, s, tree, prices, weight)
+            found += moves(problem, s, tree, prices, weight)
         found.sort(key=lambda move: -move.saved)
         return found[:_TRIED]
-
-
-def _part_moves(problem: Problem, s: int, tree: Tree, prices: np.ndarray, weight: float) -> list[_Move]:
-    straight = problem.straight
-    padded = np.append(prices, 0.0)
-    to_class = problem.class_prices(s, prices)
-    to_server = problem.server_prices(s, prices)
-    used = tree.below[:-1] > 0
-    hubs = {int(v) for v in np.flatnonzero(used) if tree.above[v] == straight}
-    has_nested = np.zeros(straight, dtype=bool)
-    for v in np.flatnonzero(used & (tree.above < straight)):
-        has_nested[tree.above[v]] = True
-
-    def intake(v: int) -> float:
-        number = problem.intake_at(s, v)
-        return 0.0 if number is None else float(prices[number])
-
-    def along(leg: Sequence[int], v: int) -> float:
-        return sum(padded[e] for e in leg) + intake(v)
-
-    def cheapest(legs: Sequence[Sequence[int]]) -> int:
-        return min(range(len(legs)), key=lambda i: sum(padded[e] for e in legs[i]))
-
-    # What it costs that an aggregator is used; of those that are not, what it would.
-    forward = np.zeros(straight + 1)
-    forward[:-1] = to_server
-    for v in map(int, np.flatnonzero(used)):
-        forward[v] = along(problem.legs_above(s, v, int(tree.above[v]))[tree.route[v]], int(tree.above[v]))
-    opening = np.append(np.where(used, 0.0, to_server), 0.0)
-    found: list[_Move] = []
-    least = 1e-9 * float(prices @ problem.room) / max(weight, 1e-300) if weight > 0 else 0.0
-
-    def opened(tree: Tree, v: int) -> None:
-        if v < straight and not tree.below[v]:
-            tree.rest(v, straight, cheapest(problem.legs_above(s, v, straight)))
-
-    of_way: dict[int, float] = {}
-    for c, v, route, many in tree.ways():
-        legs = problem.legs_of(s, c, v)
-        now = along(legs[route], v)
-        of_way[v] = of_way.get(v, 0.0) + many * now
-        for step in {1, (many + 1) // 2, many}:
-            closes = forward[v] if v < straight and step == tree.below[v] else 0.0
-            saved = step * now + closes - (step * to_class[c] + opening)
-            saved[v] = step * (now - to_class[c, v])
-            for to in np.argsort(-saved)[:_TARGETS]:
-                if saved[to] <= least:
-                    break
-
-                def go(
-                    tree: Tree, c: int = c, v: int = v, route: int = route, to: int = int(to), step: int = step
-                ) -> None:
-                    opened(tree, to)
-                    tree.move(c, v, route, to, cheapest(problem.legs_of(s, c, to)), step)
-
-                found.append(_Move(saved[to] * weight, s, go))
-    for v in map(int, np.flatnonzero(used)):
-        # Its sum takes another route, or goes by another aggregator.
-        options = [(to_server[v], straight)]
-        if not has_nested[v]:
-            options += [
-                (along(legs[cheapest(legs)], u), u)
-                for u in problem.parents[s][v]
-                if u in hubs and u != v
-                for legs in [problem.legs_above(s, v, u)]
-            ]
-        for price, to in sorted(options)[:_TARGETS]:
-            if forward[v] - price > least:
-
-                def rest(tree: Tree, v: int = v, to: int = to) -> None:
-                    tree.rest(v, to, cheapest(problem.legs_above(s, v, to)))
-
-                found.append(_Move((forward[v] - price) * weight, s, rest))
-        # It is given up, or another one takes over its workers.
-        classes = tree.counts[:, v]
-        if np.count_nonzero(classes) > 1 or has_nested[v]:
-            own = classes > 0
-            saved = of_way.get(v, 0.0) + forward[v] - (classes[own] @ to_class[own] + opening)
-            saved[v] = -np.inf
-            for to in np.argsort(-saved)[:_TARGETS]:
-                if saved[to] <= least or not np.isfinite(saved[to]):
-                    break
-
-                def merge(tree: Tree, v: int = v, to: int = int(to)) -> None:
-                    opened(tree, to)
-                    best = np.array([cheapest(problem.legs_of(s, c, to)) for c in range(len(tree.counts))])
-                    tree.replaced(v, to, best)
-
-                found.append(_Move(saved[to] * weight, s, merge))
-    return found
 
 
 # Differences below this share are the solver's.
@@ -406,8 +311,8 @@ _NOISE = 1e-7
 _KICKS = 100
 # The share of kicks that place some classes anew one by one; the others draw ways at random.
 _REFILLED = 0.6
-# How many changes are tried before the ways count as repaired, and to how many other ways of each group of workers.
-_TRIED, _TARGETS = 40, 4
+# How many changes are tried before the ways count as repaired.
+_TRIED = 40
 # What is nearly full has a price, too, a share of what the full things' prices are worth: so flows leave it before it is.
 _SOFT, _SHARP = 0.05, 8
 # A smaller part of a model is not worth a server's memory and packets.

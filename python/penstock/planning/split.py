@@ -1,5 +1,5 @@
-"""The best rates for given ways: a linear program with a variable a part, solved by the simplex method on a dense tableau. The search
-solves thousands of them; a call of scipy's solver costs 20 times as much."""
+"""The best rates for given ways: a linear program with a variable a part, solved by the simplex method on a dense tableau. The
+search solves thousands of them; a call of scipy's solver costs 20 times as much."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Split:
 def split(
     loads: np.ndarray, room: np.ndarray, job_of: np.ndarray, most: Sequence[float], fractions: np.ndarray | None = None
 ) -> Split:
-    """``loads[s]`` is what a unit of part s's rate loads, by resource; ``room`` what the resources have, ``most[j]`` what a worker of job
-    j can send at all. With ``fractions``, by part, the split of each model stays as it is."""
+    """``loads[s]`` is what a unit of part s's rate loads, by resource; ``room`` what the resources have, ``most[j]`` what a
+    worker of job j can send at all. With ``fractions``, by part, the split of each model stays as it is."""
     parts, jobs = len(loads), len(most)
     if fractions is not None:
         return _fixed(loads, room, job_of, most, fractions)

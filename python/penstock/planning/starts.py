@@ -76,8 +76,8 @@ def nearest(problem: Problem) -> list[Ways]:
 
 
 def rounded(problem: Problem, relaxed: Relaxed, rng: np.random.Generator) -> list[Ways]:
-    """One random rounding (the paper's appendix B.3): each worker goes each way with the share of its rate that the relaxed solution
-    sends there; an aggregator likewise."""
+    """One random rounding (the paper's appendix B.3): each worker goes each way with the share of its rate that the relaxed
+    solution sends there; an aggregator likewise."""
     found = []
     straight = problem.straight
     for s, sent in enumerate(relaxed.sent):
@@ -110,8 +110,8 @@ def filled(
     trees: list[Tree] | None = None,
     anew: list[tuple[int, int]] | None = None,
 ) -> list[Tree] | None:
-    """Trees made class by class, in a random order, at given rates of the parts. Each worker takes the way that is cheapest where a
-    thing's price grows exponentially with how full it is: the online rule of Aspnes and others (JACM '97).
+    """Trees made class by class, in a random order, at given rates of the parts. Each worker takes the way that is cheapest
+    where a thing's price grows exponentially with how full it is: the online rule of Aspnes and others (JACM '97).
 
     With ``trees`` only the classes ``anew``, (part, class), are placed, and the others stay. None: some worker finds no place.
     """
@@ -286,8 +286,8 @@ def fits(problem: Problem, ways: Ways) -> bool:
 
 
 def _relieved(problem: Problem, s: int, ways: Ways, over: int) -> bool:
-    """Takes children from the server: workers to aggregators that are used, or that take several; then aggregators below others, or
-    the least one's workers to the others. Whether that did something."""
+    """Takes children from the server: workers to aggregators that are used, or that take several; then aggregators below
+    others, or the least one's workers to the others. Whether that did something."""
     straight = problem.straight
     counted = below(problem, ways)
     before = (int(counted[-1]), int(np.count_nonzero(counted[:-1])))
@@ -305,8 +305,8 @@ def _relieved(problem: Problem, s: int, ways: Ways, over: int) -> bool:
 
 
 def _nested(problem: Problem, s: int, ways: Ways) -> bool:
-    """Puts the aggregator with the fewest children below the one that has the most room; which ones differs from part to part, so that
-    none has aggregators below in all."""
+    """Puts the aggregator with the fewest children below the one that has the most room; which ones differs from part to part,
+    so that none has aggregators below in all."""
     straight = problem.straight
     counted = below(problem, ways)
     used = np.flatnonzero(counted[:-1])
@@ -324,8 +324,8 @@ def _nested(problem: Problem, s: int, ways: Ways) -> bool:
 
 
 def _spread(problem: Problem, s: int, ways: Ways, start: int, many: int) -> None:
-    """Move so many workers from a way to the aggregators with the most room, or straight to the server if there is none. Those that
-    went straight go to aggregators that are used, if there is room."""
+    """Move so many workers from a way to the aggregators with the most room, or straight to the server if there is none. Those
+    that went straight go to aggregators that are used, if there is room."""
     counts, straight = ways.counts, problem.straight
     while many > 0:
         counted = below(problem, ways)
@@ -348,8 +348,8 @@ def _spread(problem: Problem, s: int, ways: Ways, start: int, many: int) -> None
 def routed(
     problem: Problem, ways: list[Ways], rates: np.ndarray, drawn: tuple[Relaxed, np.random.Generator] | None = None
 ) -> list[Tree]:
-    """Trees of these ways. Each flow takes the route that is emptiest when its turn comes, or with ``drawn`` one at random, as the
-    relaxed solution has them."""
+    """Trees of these ways. Each flow takes the route that is emptiest when its turn comes, or with ``drawn`` one at random, as
+    the relaxed solution has them."""
     room = np.maximum(problem.room, 1e-9 * problem.scale)
     # What the flows so far load, with a place for no resource at all.
     full = np.zeros(len(room))
@@ -396,8 +396,8 @@ def routed(
 _SHARES = (1.0, 0.85, 0.7, 0.55, 0.4)
 # With more aggregators, that all go to one of them is no promising start.
 _FEW = 8
-# How much dearer what is full is than what is empty: e to the power of so much. Measured: 4 and 8 fill a fat-tree of 54 hosts 2 to
-# 10 % worse.
+# How much dearer what is full is than what is empty: e to the power of so much. Measured: 4 and 8 fill a fat-tree of 54 hosts 2
+# to 10 % worse.
 _STEEP = 16.0
 # A class's workers choose routes in so many groups at most.
 _STEPS = 16

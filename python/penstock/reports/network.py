@@ -1,4 +1,5 @@
-"""A network with what its links carry, as data and as SVG. Pure: no chart library, since lines between points are all there is."""
+"""A network with what its links carry, as data and as SVG. Pure: no chart library, since lines between points are all there
+is."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ class Network:
 
 
 def both_widths(network: Network, label: str) -> str:
-    """Markup for a page: for wide screens, and for narrow ones. The stylesheet shows one of them. ``label`` is what screen readers
-    say."""
+    """Markup for a page: for wide screens, and for narrow ones. The stylesheet shows one of them. ``label`` is what screen
+    readers say."""
     return "\n".join(_drawn(network, label, form, width) for form, width in _WIDTHS_PX.items())
 
 
@@ -82,19 +83,17 @@ def _drawn(network: Network, label: str, form: str, width: int) -> str:
         (x, y), (to_x, to_y) = (places[name] for name in edge.ends)
         colour = "bad" if edge.is_full else "series-1" if edge.load > 0 else "line"
         thick = 0.6 + _WIDEST_PX * edge.load
-        parts.append(
-            f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" style="stroke:var(--{colour});stroke-width:{thick:.2f};'
-            f'stroke-linecap:round"><title>{escape(edge.told)}</title></line>'
-        )
+        style = f"stroke:var(--{colour});stroke-width:{thick:.2f};stroke-linecap:round"
+        at = f'x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}"'
+        parts.append(f'<line {at} style="{style}"><title>{escape(edge.told)}</title></line>')
     for tier, row in enumerate(rows):
         for node in row:
             x, y = places[node.name]
             size = min(5.0, max(1.5, width / len(row) / 3))
             colour = "bad" if node.is_full else node.colour
-            parts.append(
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size:.1f}" style="fill:var(--{colour});stroke:var(--paper);stroke-width:1">'
-                f"<title>{escape(node.label)}</title></circle>"
-            )
+            style = f"fill:var(--{colour});stroke:var(--paper);stroke-width:1"
+            told = f"<title>{escape(node.label)}</title>"
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size:.1f}" style="{style}">{told}</circle>')
         if width / len(row) >= _LEAST_PX:
             parts += _labels(row, places, upright[tier], tier)
     return "\n".join([*parts, "</svg>"])

@@ -1,8 +1,8 @@
 """``penstock bench plan``: what the planner finds where the paper InArt (WWW '24) was measured, beside the paper's numbers.
 
-The paper emulates its sections 5.3 and A.2 with Mininet and P4 switches in software; here they are computed: `evaluate` says how fast every
-worker can send at best, results on their way down included. So the paper's numbers, which are measured, and ours are no measurements of
-one thing; what can be compared is how the ways stand to each other.
+The paper emulates its sections 5.3 and A.2 with Mininet and P4 switches in software; here they are computed: `evaluate` says
+how fast every worker can send at best, results on their way down included. So the paper's numbers, which are measured, and ours
+are no measurements of one thing; what can be compared is how the ways stand to each other.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def measure(workers: int, servers: int, uneven: bool, seed: int, seconds: float)
     others: dict[str, Callable[[], Scheme]] = {
         INART: lambda: baselines.inart(problem, rng, relaxed),
         R_INART: lambda: baselines.equal_inart(problem, rng),
-        ATP: lambda: baselines.atp(problem),
+        ATP: lambda: baselines.atp_best_effort(problem),
         LBMM: lambda: baselines.lbmm(problem),
     }
     for way, make in others.items():
@@ -259,11 +259,12 @@ def _beside_the_paper(rows: Sequence[Row]) -> Table:
             ]
             printed = f" ({numbers[way]})" if way in numbers else ""
             cells.append((f"{statistics.fmean(values):.3g}" if values else "-") + printed)
-        lines.append(Line([f"{what}; {_links(uneven)}, {count} workers, {parts} servers", *cells]))
+        lines.append(Line([what, *cells], group=(f"{_links(uneven)}, {count} workers",)))
     return Table(
         "Beside the paper's numbers, which stand in brackets",
         [Column("what", is_text=True), *(Column(way) for way in ("planned\n(InArt)", R_INART, ATP, LBMM))],
         lines,
+        [Column("case", is_text=True)],
         note="The paper's are measured with P4 switches in software, ours are computed with results on their way down.",
     )
 
@@ -320,8 +321,8 @@ def _picture(rows: Sequence[Row], over: str, cases: Sequence[tuple[int, int]]) -
         f"rates-{over}",
         Lines(panels),
         f"What every worker can send, by the number of {over}.",
-        "Means of the seeds. The dashed line is a bound that no plan with one level of aggregators passes; whether one reaches it is not "
-        "known.",
+        "Means of the seeds. The dashed line is a bound that no plan with one level of aggregators passes; whether one "
+        "reaches it is not known.",
     )
 
 
@@ -395,7 +396,10 @@ def _times() -> list[dict[str, Any]]:
 
     def large(cluster: Cluster) -> str:
         made = plan(cluster, cluster.jobs[0], seed=0, seconds=16)
-        return f"{made.rows[0].rate_bit_s / 1e9:.4f} Gbit/s, {made.rows[0].of_bound or math.nan:.0%} of the bound, levels {made.levels}"
+        first = made.rows[0]
+        return (
+            f"{first.rate_bit_s / 1e9:.4f} Gbit/s, {first.of_bound or math.nan:.0%} of the bound, levels {made.levels}"
+        )
 
     gigabit = 1_000_000_000
     tree = generate.racks(
@@ -487,14 +491,16 @@ def _links(uneven: bool) -> str:
 
 OURS, INART, R_INART, ATP, LBMM, BOUND = "planned", "InArt", "R-InArt", "ATP", "LBMM", "bound"
 WAYS = (OURS, INART, R_INART, ATP, LBMM, BOUND)
-"""InArt: the paper's own, the relaxed problem's split and one random rounding; R-InArt: equal parts and one rounding."""
+"""InArt: the paper's own, the relaxed problem's split and one random rounding; R-InArt: equal parts and one rounding; ATP:
+`baselines.atp_best_effort`."""
 
 MODELS = {"LSTM": 1_627_000, "VGG19": 548_000, "ResNet-50": 97_000}
 """Bytes of gradients, a thousandth of the models', as the paper has them."""
 
 _MBIT = 1_000_000
 _MEGABYTES = 1e-6
-# What, case (unequal links, workers, servers), field, factor to the paper's unit, the paper's numbers; those of the text of 5.3.2 and A.2.
+# What, case (unequal links, workers, servers), field, factor to the paper's unit, the paper's numbers; those of the text of
+# 5.3.2 and A.2.
 PAPER: list[tuple[str, tuple[bool, int, int], str, float, dict[str, str]]] = [
     ("sending rate, Mbit/s (fig. 8)", (True, 50, 4), "rate", 1 / _MBIT, {OURS: "8.73", ATP: "4.44"}),
     ("sending rate, Mbit/s (fig. 7)", (False, 50, 4), "rate", 1 / _MBIT, {OURS: "10.75", ATP: "4.7"}),
@@ -514,7 +520,7 @@ PAPER: list[tuple[str, tuple[bool, int, int], str, float, dict[str, str]]] = [
         {OURS: "3.44", ATP: "7.33", LBMM: "22"},
     ),
     (
-        "sending rate, Mbit/s (fig. 12; mean of 2 to 6 servers)",
+        "sending rate, Mbit/s (fig. 12, mean)",
         (True, 48, 4),
         "rate",
         1 / _MBIT,

@@ -180,10 +180,10 @@ def page(found: Explained, path: str) -> Page:
             "network",
             network(found),
             f"Full: {full}.",
-            "A line's width is what it carries, gradients up and sums down alike; red is full. Workers on one switch are one point.",
+            "A line's width is what it carries, gradients up and sums down alike; red is full. Workers of a switch are one point.",
         ),
         next=Next("See what each worker does on its way.", f"penstock plan explain {path}"),
-        setting=f"Job {found.job.name} of {len(found.job.workers)} ranks, {len(found.scheme.fractions)} servers; computed, not measured.",
+        setting=f"Job {found.job.name}: {len(found.job.workers)} ranks, {len(found.scheme.fractions)} servers. Computed.",
         cards=[
             Card(rate_text(worth.rate), "a worker", "at best"),
             *bound,
@@ -200,8 +200,11 @@ def network(found: Explained) -> Network:
     widest = max((load.load for load in worth.loads if load.name.startswith("link ")), default=1.0)
     tiers = _tiers(cluster, found.job)
     daemons: dict[str, list[str]] = {}
-    for each in (*cluster.aggregators, *cluster.servers):
-        daemons.setdefault(each.at, []).append(each.name)
+    for at, daemon in [
+        *((each.at, each.name) for each in cluster.aggregators),
+        *((each.at, each.name) for each in cluster.servers),
+    ]:
+        daemons.setdefault(at, []).append(daemon)
     servers = {each.at for each in cluster.servers}
     nodes: list[Node] = []
     groups: dict[str, list[str]] = {}
@@ -271,7 +274,7 @@ def _is_full(load: Load | None) -> bool:
 
 def _tiers(cluster: Cluster, job: Job) -> dict[str, int]:
     """How far each switch is from a worker."""
-    found = {name: 0 for name in dict.fromkeys(job.workers)}
+    found = dict.fromkeys(dict.fromkeys(job.workers), 0)
     waiting = list(found)
     for node in waiting:
         for link in cluster.links_of[node]:

@@ -104,8 +104,8 @@ def plan(
         rows.append(Row(way, worth.rate, worth.rate / bound if math.isfinite(bound) else None, worth.binding))
     if at_least is not None and rows[0].rate_bit_s < at_least:
         raise ConfigError(
-            f"the best plan found lets a worker send {rate_text(rows[0].rate_bit_s)}, below {rate_text(at_least)}, which the bound of "
-            f"{rate_text(bound)} does not forbid: give it more --seconds; full is {rows[0].binding}"
+            f"the best plan found lets a worker send {rate_text(rows[0].rate_bit_s)}, below {rate_text(at_least)}, which the "
+            f"bound of {rate_text(bound)} does not forbid: give it more --seconds; full is {rows[0].binding}"
         )
     rate, binding = baselines.ring(cluster, job)
     rows.append(Row("ring of ranks, no servers", rate, None, binding))
