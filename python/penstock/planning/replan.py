@@ -107,7 +107,9 @@ def decide(
     problem = Problem(left, job, levels=levels, background=state.background)
     fractions = np.array([state.scheme.fractions.get(name, 0.0) for name in problem.servers])
     best = improved(problem, trees_of(problem, state.scheme), fractions=fractions, seed=seed, seconds=seconds)
-    found = dataclasses.replace(scheme_of(problem, fractions, best.trees), fractions=state.scheme.fractions)
+    # Once something is gone, the first route in the file may be the dead one.
+    made = scheme_of(problem, fractions, best.trees, every_route=bool(state.gone))
+    found = dataclasses.replace(made, fractions=state.scheme.fractions)
     rate = evaluate(left, job, found, state.background).rate
     moved = sum(
         one != other

@@ -113,13 +113,16 @@ def best_rates(problem: Problem, trees: Sequence[Tree], fractions: np.ndarray | 
     return split(loads, problem.room, problem.job_of, problem.most, fractions)
 
 
-def scheme_of(problem: Problem, rates: np.ndarray, trees: Sequence[Tree]) -> Scheme:
-    """What trees and rates mean, by names and ranks, for the only job."""
-    (scheme,) = schemes_of(problem, rates, trees)
+def scheme_of(problem: Problem, rates: np.ndarray, trees: Sequence[Tree], *, every_route: bool = False) -> Scheme:
+    """What trees and rates mean, by names and ranks, for the only job. With ``every_route`` also routes are named that have no
+    alternative in this problem's cluster."""
+    (scheme,) = schemes_of(problem, rates, trees, every_route=every_route)
     return scheme
 
 
-def schemes_of(problem: Problem, rates: np.ndarray, trees: Sequence[Tree]) -> list[Scheme]:
+def schemes_of(
+    problem: Problem, rates: np.ndarray, trees: Sequence[Tree], *, every_route: bool = False
+) -> list[Scheme]:
     """The same for every job."""
     found = []
     for job in range(len(problem.jobs)):
@@ -132,7 +135,7 @@ def schemes_of(problem: Problem, rates: np.ndarray, trees: Sequence[Tree]) -> li
         routes: dict[str, dict[Child, tuple[str, ...]]] = {}
         for s in kept:
             server = problem.servers[s]
-            via[server], above[server], routes[server] = _of_part(problem, s, trees[s])
+            via[server], above[server], routes[server] = _of_part(problem, s, trees[s], 0 if every_route else 1)
         fractions = {problem.servers[s]: float(w / weights.sum()) for s, w in zip(kept, weights, strict=True)}
         found.append(
             Scheme(fractions, via, {k: v for k, v in above.items() if v}, {k: v for k, v in routes.items() if v})
@@ -140,7 +143,9 @@ def schemes_of(problem: Problem, rates: np.ndarray, trees: Sequence[Tree]) -> li
     return found
 
 
-def _of_part(problem: Problem, s: int, tree: Tree) -> tuple[Places, dict[str, str], dict[Child, tuple[str, ...]]]:
+def _of_part(
+    problem: Problem, s: int, tree: Tree, least: int
+) -> tuple[Places, dict[str, str], dict[Child, tuple[str, ...]]]:
     job, names = problem.job_of[s], problem.aggregators
     workers = problem.jobs[job].workers
     places: list[str | None] = [None] * len(workers)
@@ -152,7 +157,7 @@ def _of_part(problem: Problem, s: int, tree: Tree) -> tuple[Places, dict[str, st
         choices = problem.routes.between(start, end)
         for rank in taken:
             places[rank] = names[v] if v < problem.straight else None
-            if len(choices) > 1:
+            if len(choices) > least:
                 own = () if workers[rank] == start else (problem.cluster.links_of[workers[rank]][0].name,)
                 routes[rank] = (*own, *choices[route].links)
     above = {}
@@ -161,7 +166,7 @@ def _of_part(problem: Problem, s: int, tree: Tree) -> tuple[Places, dict[str, st
         if to < problem.straight:
             above[names[v]] = names[to]
         choices = problem.routes.between(problem.node(s, v), problem.node(s, to))
-        if len(choices) > 1:
+        if len(choices) > least:
             routes[names[v]] = choices[tree.route[v]].links
     return tuple(places), above, routes
 

@@ -47,7 +47,7 @@ def split(
         aim[:parts] = _OTHERS
         for j in range(jobs):
             at = len(used) + len(finite) + j
-            rows[at, :parts], rows[at, parts] = -(job_of == j), 1.0
+            rows[at, :parts], rows[at, parts] = np.where(job_of == j, -1.0, 0.0), 1.0
     x, duals = maximum(aim, rows, limits)
     prices = np.zeros(len(room))
     prices[used] = duals[: len(used)]

@@ -180,7 +180,7 @@ def page(found: Explained, path: str) -> Page:
             "network",
             network(found),
             f"Full: {full}.",
-            "A line's width is what it carries, gradients up and sums down alike; red is full. Workers of a switch are one point.",
+            "A line's width is what it carries, gradients up and sums down; red is full. Workers of a switch are one point.",
         ),
         next=Next("See what each worker does on its way.", f"penstock plan explain {path}"),
         setting=f"Job {found.job.name}: {len(found.job.workers)} ranks, {len(found.scheme.fractions)} servers. Computed.",
