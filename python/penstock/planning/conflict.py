@@ -1,4 +1,4 @@
-"""What stands against a rate: a smallest set of limits that no plan can keep at it."""
+"""What stands against a rate: limits that no plan can keep at it, none of which could be left out."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ def conflict(problem: Problem, rate: float) -> list[str]:
     """Limits that together let no worker send at this rate, in words: without any one of them the others would. None, if the
     relaxed problem reaches the rate.
 
-    A limit with a shadow price is in the proof that more is impossible, so those are enough to begin with; then each is left
-    out that is not needed (a deletion filter, as for irreducible infeasible systems). Cost: a linear program for each of them.
+    One limit that is enough is named alone, where they are few. Otherwise: a limit with a shadow price is in the proof that
+    more is impossible, so those are enough to begin with; then each is left out that is not needed (a deletion filter, as for
+    irreducible infeasible systems). Cost: a linear program for each of them.
     """
     program = Program(problem)
     names = _names(program)
@@ -23,6 +24,9 @@ def conflict(problem: Problem, rate: float) -> list[str]:
     found = program.solve()
     if _reaches(found, problem, rate):
         return []
+    alone = _alone(program, names, rate) if len(names) <= _FEW else None
+    if alone is not None:
+        return [names[alone]]
     prices = -found.ineqlin.marginals
     needed = [row for row in names if prices[row] > 1e-9]
     for row in names:
@@ -40,6 +44,19 @@ def conflict(problem: Problem, rate: float) -> list[str]:
         else:
             needed.remove(row)
     return [names[row] for row in needed]
+
+
+def _alone(program: Program, names: dict[int, str], rate: float) -> int | None:
+    """A limit that is enough by itself."""
+    limits = list(program.limits)
+    for row in names:
+        for other in names:
+            program.limits[other] = limits[other] if other == row else _NO_LIMIT
+        if not _reaches(program.solve(), program.problem, rate):
+            program.limits = limits
+            return row
+    program.limits = limits
+    return None
 
 
 def _reaches(found: object, problem: Problem, rate: float) -> bool:
@@ -73,5 +90,7 @@ def _mbit(rate: float) -> str:
     return f"{max(rate, 0.0) / 1e6:.4g} Mbit/s" if np.isfinite(rate) else "any rate"
 
 
+# Of more limits none is tried alone.
+_FEW = 150
 # In rates of the problem's scale; a flow cannot pass it.
 _NO_LIMIT = 1e6

@@ -47,7 +47,7 @@ __all__ = ["Row", "command", "example", "fat_tree", "measure", "page", "tables"]
     help="Of search for each plan, behind the bound.",
 )
 @click.option("--workers", default="10,20,30,40,50", show_default=True, help="With 4 servers.")
-@click.option("--servers", default="2,3,4,5,6", show_default=True, help="With 48 workers.")
+@click.option("--servers", default="2,3,4,5,6", show_default=True, help="With 48 workers; none: ''.")
 @click.option("--large/--no-large", default=True, show_default=True, help="Also time the largest problems.")
 @files("Write the figures to this file.")
 def command(
@@ -61,7 +61,7 @@ def command(
     check_files(json_path=json_path, report_path=report_path)
     with reporting_errors():
         cases = [(count, 4) for count in _numbers(workers)]
-        cases += [case for count in _numbers(servers) if (case := (48, count)) not in cases]
+        cases += [case for count in _numbers(servers) if (case := (48, count)) not in cases] if servers else []
         rows: list[Row] = []
         with progress_bar() as progress:
             done = 0
@@ -72,11 +72,12 @@ def command(
                     done += 1
         times = _times() if large else []
         console = result_console()
-        for table in [example(), *tables(rows), *([_of_times(times)] if times else [])]:
+        first = example()
+        for table in [first, *tables(rows), *([_of_times(times)] if times else [])]:
             console.print(table.for_terminal())
         description = machine.describe()
         write_json(json_path, description, [dataclasses.asdict(row) for row in rows], times=times)
-        write_report(report_path, lambda: page(rows, times, description))
+        write_report(report_path, lambda: page(rows, times, first, description))
 
 
 @dataclass(frozen=True)
@@ -269,7 +270,7 @@ def _beside_the_paper(rows: Sequence[Row]) -> Table:
     )
 
 
-def page(rows: Sequence[Row], times: Sequence[dict[str, Any]], description: dict[str, Any]) -> Page:
+def page(rows: Sequence[Row], times: Sequence[dict[str, Any]], first: Table, description: dict[str, Any]) -> Page:
     """The report."""
     over = {uneven: _ratios(rows, uneven, ATP) for uneven in (False, True)}
     told = " and ".join(
@@ -280,7 +281,7 @@ def page(rows: Sequence[Row], times: Sequence[dict[str, Any]], description: dict
         _picture(rows, "workers", [(count, parts) for count, parts in _cases(rows) if parts == 4]),
         *([_picture(rows, "servers", [(48, parts) for parts in by_servers])] if len(by_servers) > 1 else []),
     ]
-    sections = [Section("Sending rates", [*pictures[1:], *tables(rows)]), Section("Figure 1", [example()])]
+    sections = [Section("Sending rates", [*pictures[1:], *tables(rows)]), Section("Figure 1", [first])]
     sections.append(Section("Time of a step's gradients", [_step_times(rows)]))
     if times:
         sections.append(Section("How long planning takes", [_of_times(times)]))
