@@ -60,6 +60,8 @@ class Problem:
     """Jobs on a cluster, in numbers. Indices: part s (a server of a job), class c of that job, way v: the number of an
     aggregator, or their count for straight to the server.
 
+    More than 16 fields: what is known of parts, classes, aggregators and resources is numbered once, and used by all solvers.
+
     Args:
         levels: of aggregators, 1 or 2; None: one, or two where one has no place for all workers.
         candidates: how many aggregators are considered for each class and part, those on the shortest way first; None: all.

@@ -63,7 +63,10 @@ class Duals:
 
 
 class Program:
-    """The rows and columns of the relaxed problem."""
+    """The rows and columns of the relaxed problem.
+
+    More than 16 fields: a matrix is made of lists that grow together, and each kind of row keeps its numbers for the prices.
+    """
 
     def __init__(self, problem: Problem, equal: bool = False) -> None:
         """``equal``: all servers of a job have equal parts of its model."""

@@ -28,9 +28,16 @@ class _Plan(Group):
     """`penstock plan FILE` is `penstock plan for FILE`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+        if args and args[0].startswith("-") and args[0] not in ("-h", "--help"):
             args = ["for", *args]
         return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in self.commands:
+            return "for", self.commands["for"], args
+        return super().resolve_command(ctx, args)
 
 
 @click.group(name="plan", cls=_Plan)
