@@ -5,6 +5,7 @@ The oracle is the same model under a reducer without an optimizer, which gets th
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import gc
@@ -12,6 +13,7 @@ import os
 import pickle
 import random
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -382,13 +384,16 @@ def _refused() -> None:
 
 
 def test_uses_that_torch_hides() -> None:
-    """A compiled or scripted model, one that steps with a closure or a GradScaler, and hooks of a step: as without deferral."""
-    ranks.run(_hidden, count=2, timeout_s=120)
+    """A compiled or scripted model, one that steps with a closure or a GradScaler, hooks of a step, a step that raises, and a
+    graph that is older than the step: as without deferral."""
+    ways = ["closure", "scaler", "pre-hook", "post-hook", "views", "function", "raises", "old graph", "compiled"]
+    for each in (ways, ["scripted"]):
+        ranks.run(functools.partial(_hidden, each), count=2, timeout_s=120)
 
 
-def _hidden() -> None:
+def _hidden(ways: list[str]) -> None:
     dist.init_process_group("penstock")
-    for way in ("closure", "scaler", "pre-hook", "post-hook", "views", "function", "compiled"):
+    for way in ways:
         results = []
         for is_deferred in (False, True):
             torch.manual_seed(1)
@@ -419,6 +424,9 @@ def _train(
     elif way == "post-hook":
         adam.register_step_post_hook(look)
     function = torch.compile(model, backend="eager") if way == "compiled" else model
+    if way == "scripted":
+        torch._C._jit_set_profiling_mode(False)  # each call computes alike
+        function = torch.jit.script(model)
     if way == "function":
         layers = [model[0], model[1]]  # type: ignore[index]
         function = lambda x: nn.functional.linear(Scaled.apply(x, layers[0].bias), layers[1].weight)  # noqa: E731
@@ -436,13 +444,92 @@ def _train(
         if way == "closure":
             seen.append(adam.step(loss))
         else:
+            old = function(torch.ones(1, 4)).square().sum()
             loss()
             if way == "scaler":
                 scaler.step(adam)
                 scaler.update()
+            elif way == "raises":
+                group = adam.param_groups[0]
+                group["betas"], betas = None, group["betas"]
+                with pytest.raises(TypeError):
+                    adam.step()
+                group["betas"] = betas
+                look()
             else:
                 adam.step()
+            if way == "old graph":
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    old.backward()
         if flat is not None:
             seen.append(flat.clone())
     look()
     return seen
+
+
+def test_threads_and_children() -> None:
+    """While a thread makes a late step, others wait for its end, and the optimizer has its parameter groups. The child of a fork
+    has all steps."""
+    ranks.run(_threads, count=1)
+
+
+class _Held(collections.defaultdict[Any, dict[str, Any]]):
+    """An optimizer's state that holds the first step up."""
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+        self.entered, self.released = threading.Event(), threading.Event()
+
+    def __getitem__(self, key: Any) -> dict[str, Any]:
+        self.entered.set()
+        assert self.released.wait(20)
+        return super().__getitem__(key)
+
+
+def _threads() -> None:
+    dist.init_process_group("penstock")
+    model = nn.Linear(4, 4)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    reducer = GradientReducer(model, optimizer=sgd)
+    assert reducer._deferral is not None
+    late = Late(reducer._reducer, random.Random(2))
+    reducer._deferral._reducer = late  # type: ignore[assignment]
+
+    def step() -> list[torch.Tensor]:
+        late._late = {0, 1}
+        model(torch.ones(1, 4)).sum().backward()
+        sgd.step()
+        assert all(isinstance(one, PendingParameter) for one in model.parameters())
+        # The gradient of the sum is 1 everywhere.
+        return [before - 0.1 for before in start]
+
+    start = [one.detach().clone() for one in model.parameters()]
+    stepped = step()
+    model.bias.detach()  # the weight's step is the last one
+    held = sgd.state = _Held()
+    order: list[str] = []
+    uses = [threading.Thread(target=lambda: model(torch.ones(1, 4)))]
+    uses[0].start()
+    assert held.entered.wait(20)
+    assert isinstance(model.weight, PendingParameter), "others do not wait for a step that is being made"
+    assert len(sgd.param_groups[0]["params"]) == 2
+    uses += [threading.Thread(target=lambda: (reducer.wait(), order.append("waited"))) for _ in range(2)]  # type: ignore[func-returns-value]
+    uses += [threading.Thread(target=lambda: order.append(str(all(map(torch.equal, model.parameters(), stepped)))))]
+    for each in uses[1:]:
+        each.start()
+    uses[1].join(0.2)  # is not over, however long this takes
+    assert not order
+    held.released.set()
+    for each in uses:
+        each.join()
+    assert sorted(order) == ["True", "waited", "waited"]
+    assert all(map(torch.equal, model.parameters(), stepped))
+
+    sgd.zero_grad()
+    step()
+    child = os.fork()
+    if child == 0:
+        os._exit(sum(isinstance(one, PendingParameter) for one in model.parameters()))
+    assert os.waitpid(child, 0)[1] == 0
+    reducer.close()
+    dist.destroy_process_group()

@@ -19,6 +19,7 @@ import atexit
 import contextlib
 import copy
 import itertools
+import os
 import sys
 import threading
 import weakref
@@ -86,8 +87,8 @@ class Deferral:
         self._pending: dict[int, _Pending] = {}
         # Completes when the last pass's have arrived.
         self._flushed: list[_core.Ticket] = []
-        # The optimizer makes its step: it finds no gradient where that is pending.
-        self._is_stepping = False
+        # The thread on which the optimizer makes its step: it finds no gradient there where that is pending.
+        self._stepping: int | None = None
         # Since that step: the hyperparameters of its groups, and the group of each parameter whose step is owed.
         self._owed: tuple[list[dict[str, Any]], dict[int, int]] | None = None
         # A channel that closes ends what is on its way, also for other ranks.
@@ -108,15 +109,19 @@ class Deferral:
             penstock.errors.PenstockError: the group has failed.
         """
         handed, versions = one.handed, one.states.versions
-        alone = [index for index in handed if versions.get(index, SHARED) != SHARED]
-        stepped = set() if _runs_compiled() else set(map(id, optimizer_steps.parameters(self.optimizer)))
-        deferred = {index for index in alone if self._is_deferred(index, handed[index], stepped)}
-        for index in handed:
+        late = [index for index in handed if self._reducer.arrival(index) is not None]
+        stepped = set() if not late or _runs_compiled() else set(map(id, optimizer_steps.parameters(self.optimizer)))
+        deferred = {
+            index
+            for index in late
+            if versions.get(index, SHARED) != SHARED and self._is_deferred(index, handed[index], stepped)
+        }
+        for index in late:
             arrival = None if index in deferred else self._reducer.arrival(index)
             if arrival is not None:
                 arrival.wait()
         with self._lock:
-            self._is_stepping, self._owed = False, None
+            self._stepping, self._owed = None, None
             self._flushed[:] = filter(None, [one.flushed])
             for index in sorted(deferred, reverse=True):
                 if self._reducer.arrival(index) is not None:
@@ -132,7 +137,11 @@ class Deferral:
         Raises:
             penstock.errors.PenstockError: the group has failed. Steps that waited are not made: parameters are of two steps.
         """
-        while (index := next(iter(self._pending), None)) is not None:
+        while True:
+            with self._lock:  # another thread may be making the last steps
+                index = next(iter(self._pending), None)
+            if index is None:
+                break
             self.arrive(index)
         while self._flushed:
             self._flushed.pop().wait()
@@ -160,7 +169,9 @@ class Deferral:
                 ids[id(each)]: at for at, group in enumerate(groups) for each in group["params"] if id(each) in ids
             }
             self._owed = [_hyperparameters(group) for group in groups], places
-            self._is_stepping = True
+            self._stepping = threading.get_ident()
+            # A graph from before this step is told that its weights have changed.
+            torch.autograd.graph.increment_version([self._pending[index].parameter for index in places])
 
     def arrive(self, index: int) -> None:
         """Wait for a gradient, and make the step that waits for it.
@@ -184,19 +195,22 @@ class Deferral:
     def gradient(self, index: int) -> torch.Tensor | None:
         """What ``grad`` of a parameter gives: a tensor that is waited for when it is used."""
         with self._lock:
+            self._end_raised_step()
             one = self._pending.get(index)
-            if one is not None and self._is_stepping:
+            if one is not None and self._stepping == threading.get_ident():
                 return None
             if one is not None and one.is_dropped:
                 return one.fresh()
             if one is not None and one.fresh() is None:
                 return one.gradient
         self.arrive(index)
-        return self._parameters[index].grad
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._parameters[index].grad
 
     def drop_gradient(self, index: int) -> None:
         """``zero_grad()``: from now on the gradient is there for the step that waits for it, only."""
         with self._lock:
+            self._end_raised_step()
             one = self._pending.get(index)
             if one is not None and self._owed is not None and index in self._owed[1]:
                 one.is_dropped = True
@@ -204,16 +218,18 @@ class Deferral:
                 return
         # There is no step that waits for it.
         self.arrive(index)
-        self._parameters[index].grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            self._parameters[index].grad = None
 
     def _drop(self) -> None:
         """The gradients do not arrive."""
         with self._lock:
             for one in self._pending.values():
+                one.begin_step()
                 one.end()
             self._pending.clear()
             self._flushed.clear()
-            self._owed, self._is_stepping = None, False
+            self._owed, self._stepping = None, None
 
     def _is_deferred(self, index: int, gradient: torch.Tensor, stepped: set[int]) -> bool:
         """Not what shares memory with other tensors, which would not wait."""
@@ -238,36 +254,41 @@ class Deferral:
         self._take(list(itertools.takewhile(lambda index: self._reducer.arrival(index) is None, self._pending)))
 
     def _take(self, arrived: Sequence[int]) -> None:
+        self._end_raised_step()
         taken = [(index, self._pending.pop(index)) for index in arrived]
-        fresh = [one.end() for _, one in taken]
-        if self._owed is not None:
-            hyperparameters, places = self._owed
-            groups: dict[int, list[torch.nn.Parameter]] = {}
-            for index, one in taken:
-                if index in places:
-                    groups.setdefault(places[index], []).append(one.parameter)
-            self._step([{**hyperparameters[at], "params": each} for at, each in groups.items()])
-        for (_, one), new in zip(taken, fresh, strict=True):
-            if one.is_dropped:
-                one.parameter.grad = new
-            elif new is not None:
-                # As autograd would have added it.
-                one.gradient.add_(new)
+        for _, one in taken:
+            one.begin_step()
+        try:
+            if self._owed is not None:
+                hyperparameters, places = self._owed
+                groups: dict[int, list[torch.nn.Parameter]] = {}
+                for index, one in taken:
+                    if index in places:
+                        groups.setdefault(places[index], []).append(one.parameter)
+                self._step([{**hyperparameters[at], "params": each} for at, each in groups.items()])
+        finally:
+            for _, one in taken:
+                one.end()
 
     def _step(self, groups: list[dict[str, Any]]) -> None:
-        """A part of the optimizer's step, whose hooks have been called."""
-        kept = self.optimizer.param_groups
-        self.optimizer.param_groups = groups
-        try:
-            if groups:
-                type(self.optimizer).step.__wrapped__(self.optimizer)  # type: ignore[attr-defined]
-        finally:
-            self.optimizer.param_groups = kept
+        """A part of the optimizer's step, whose hooks have been called. To other threads the parameters are pending until its
+        end, and the optimizer has its groups: a schedule may change them meanwhile."""
+        if not groups:
+            return
+        part = object.__new__(type(self.optimizer))
+        part.__dict__.update(self.optimizer.__dict__, param_groups=groups)
+        with torch._C.DisableTorchFunctionSubclass():
+            type(part).step.__wrapped__(part)  # type: ignore[attr-defined]
+
+    def _end_raised_step(self) -> None:
+        """A step of the optimizer that has raised owes nothing."""
+        if self._stepping == threading.get_ident() and not optimizer_steps.is_stepping(self.optimizer):
+            self._stepping, self._owed = None, None
 
     @staticmethod
     def _stepped(this: Deferral | None) -> None:
         if this is not None:
-            this._is_stepping = False
+            this._stepping = None
 
     @staticmethod
     def _finish(this: Deferral | None) -> None:
@@ -283,7 +304,7 @@ class _Pending:
         gradient: as autograd has made it.
     """
 
-    __slots__ = ("gradient", "is_dropped", "parameter")
+    __slots__ = ("_made", "gradient", "is_dropped", "parameter")
 
     def __init__(self, place: _Place, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         self.parameter = parameter
@@ -306,14 +327,23 @@ class _Pending:
         with torch._C.DisableTorchFunctionSubclass():
             self.parameter.grad = gradient
 
-    def end(self) -> torch.Tensor | None:
-        """Both are ordinary tensors again. Returns: what a pass has made meanwhile."""
-        fresh = self.fresh()
+    def begin_step(self) -> None:
+        """The gradient is there, or never will be: the parameter has it, until `end`."""
+        self._made = self.fresh()
+        self.set(self.gradient)
+
+    def end(self) -> None:
+        """Both are ordinary tensors again."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.is_dropped:
+                self.parameter.grad = self._made
+            elif self._made is not None:
+                # As autograd would have added it.
+                self.gradient.add_(self._made)
+        # The classes come last: they tell other threads that all is done.
+        del _places[id(self.parameter)], _places[id(self.gradient)]
         self.gradient.__class__ = torch.Tensor
         self.parameter.__class__ = torch.nn.Parameter
-        del _places[id(self.parameter)], _places[id(self.gradient)]
-        self.parameter.grad = self.gradient
-        return fresh
 
 
 def _arrived(name: str) -> Any:
@@ -372,7 +402,8 @@ def _arrive(used: Any) -> None:
             found = _place(one)
             if found is not None:
                 found[0].arrive(found[1])
-            else:  # its reducer is gone
+            if isinstance(one, PendingParameter | PendingGradient):
+                # Its reducer is gone, or an interrupt has kept it from its end.
                 one.__class__ = torch.nn.Parameter if isinstance(one, torch.nn.Parameter) else torch.Tensor
         elif isinstance(one, tuple | list | dict):
             _arrive(one)
@@ -394,10 +425,14 @@ def _wait(tickets: list[_core.Ticket]) -> None:
             one.wait()
 
 
-@atexit.register
 def _settle_all() -> None:
     for one in list(_alive):
         one.settle()
+
+
+atexit.register(_settle_all)
+# In a child nothing arrives.
+os.register_at_fork(before=_settle_all)
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
@@ -410,9 +445,9 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _runs_compiled() -> bool:
-    """Whether this process has compiled Python code, which then uses parameters without Python."""
-    utils = sys.modules.get("torch._dynamo.utils")
-    return utils is not None and bool(utils.counters["frames"])
+    """Whether this process has compiled or scripted Python code, which then uses parameters without Python."""
+    utils, scripts = sys.modules.get("torch._dynamo.utils"), sys.modules.get("torch.jit._recursive")
+    return bool((utils and utils.counters["frames"]) or (scripts and scripts.concrete_type_store.type_store))
 
 
 _Place = tuple[Callable[[], Deferral | None], int]
