@@ -17,7 +17,7 @@ from penstock.planning.relax import relax
 from penstock.planning.replan import Event, Gone, Loads, Patience, State, decide, trees_of, without
 from penstock.planning.scheme import Scheme
 from penstock.planning.several import in_turn, joint
-from penstock.planning.solve import best_rates, scheme_of, search
+from penstock.planning.solve import scheme_of, search
 from planned import MBIT, random_mesh
 
 

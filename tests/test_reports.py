@@ -48,7 +48,7 @@ from penstock.reports import (
     ticks,
 )
 from penstock.runtime import files
-from penstock.tools.bench import figures, machine, readiness, training, tuner
+from penstock.tools.bench import emulated, endpoints, figures, machine, pauses, readiness, training, tuner, urgency
 from penstock.tools.bench import report as bench_report
 from penstock.tools.bench.aggregated import times
 from penstock.tools.demo import report as demo_report
@@ -161,6 +161,36 @@ def leaf_spine() -> Cluster:
     return generate.leaf_spine(4, 2, 6, servers=2, rate_bit_s=10**9)
 
 
+def urgency_page() -> Page:
+    rows = [
+        urgency.Row(case, "penstock", nbytes, way, 100, seconds, 1.5 * seconds, 0.002, None if way == "alone" else 0.99)
+        for case in ("same rank", "neighbour", "other host", "aggregated")
+        for nbytes in (64 << 10, 8 << 20)
+        for way, seconds in (("alone", 0.002), ("usual", 0.212), ("urgent", 0.0061))
+    ]
+    return emulated.page(urgency.story(rows), urgency.table(rows), LINK, ABOUT)
+
+
+def pauses_page() -> Page:
+    after = ["no pause", "a pause of 0.3 s", "a pause of 1 s", "the one after that", "number 1 of 5", "number 2 of 5"]
+    rows = [
+        pauses.Row(backend, 64 << 20, each, 20, 0.59 + index / 50, 0.7, 0.59)
+        for backend in ("penstock", "gloo")
+        for index, each in enumerate(after)
+    ]
+    return emulated.page(pauses.story(rows), pauses.table(rows), LINK, ABOUT)
+
+
+def endpoints_page() -> Page:
+    rows = [
+        endpoints.Row(workers, way, carrier, 64 << 20, 3, seconds * workers, seconds * workers * 1.1, 0.6 * workers)
+        for workers in (1, 4)
+        for way in ("push", "pull", "both")
+        for carrier, seconds in zip(endpoints.CARRIERS, (0.61, 0.6, 0.58), strict=True)
+    ]
+    return emulated.page(endpoints.story(rows), endpoints.table(rows), LINK, ABOUT)
+
+
 SIZES = [1024 * 4**power for power in range(10)]
 
 PAGES: dict[str, Callable[[], Page]] = {
@@ -180,6 +210,9 @@ PAGES: dict[str, Callable[[], Page]] = {
     "figures": figures_page,
     "plan": lambda: plan_page(leaf_spine()),
     "plan of a fat-tree": lambda: plan_page(generate.fat_tree(6, servers=4, seed=1, rate_bit_s=10**9)),
+    "urgency": urgency_page,
+    "pauses": pauses_page,
+    "endpoints": endpoints_page,
 }
 
 

@@ -521,7 +521,7 @@ PAPER: list[tuple[str, tuple[bool, int, int], str, float, dict[str, str]]] = [
         {OURS: "3.44", ATP: "7.33", LBMM: "22"},
     ),
     (
-        "sending rate, Mbit/s (fig. 12, mean)",
+        "sending rate, Mbit/s (fig. 12; paper: mean of 2 to 6 servers)",
         (True, 48, 4),
         "rate",
         1 / _MBIT,
