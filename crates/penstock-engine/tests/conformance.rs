@@ -46,6 +46,7 @@ fn config(rank: u32, medium: Medium) -> Config {
         addresses: vec!["127.0.0.1".parse().unwrap()],
         ports: 0..=0,
         streams,
+        io_threads: io_threads(rank),
         streams_within_host: streams,
         shared_memory: match medium {
             Medium::Tcp { .. } => false,
@@ -58,6 +59,12 @@ fn config(rank: u32, medium: Medium) -> Config {
         ptracer: penstock_engine::Ptracer::default(),
         flight_recorder: None,
     }
+}
+
+/// How many I/O threads a rank has: what `PENSTOCK_IO_THREADS` says, or 1, 2 and 4 by turns.
+fn io_threads(rank: u32) -> usize {
+    let chosen = std::env::var("PENSTOCK_IO_THREADS").map(|text| text.parse().expect("a number"));
+    chosen.unwrap_or([1, 2, 4][rank as usize % 3])
 }
 
 /// A world of engines, all in one group.

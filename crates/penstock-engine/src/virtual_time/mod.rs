@@ -7,6 +7,7 @@ mod network;
 mod program;
 mod rank;
 mod shrink;
+mod threads;
 mod world;
 
 use generate::generate;
@@ -241,6 +242,7 @@ fn scripted(what: What, elements: u64, delay_us: u64, steps: Vec<Vec<Step>>) -> 
     Program {
         seed: elements,
         ranks,
+        threads: 1,
         streams: 2,
         checksum: false,
         paths: Paths { delay_us, bytes_per_us: 100, buffer_bytes: 65_536 },

@@ -66,6 +66,8 @@ struct Wires {
 #[derive(Default)]
 struct End {
     token: Option<u64>,
+    /// The thread that watches it.
+    thread: usize,
     watches_write: bool,
     /// When the attempt to connect is over, and how.
     connected: Option<(Time, Option<Trouble>)>,
@@ -107,8 +109,9 @@ impl Network {
         })))
     }
 
-    pub(super) fn host(&self, host: usize) -> Box<dyn Host> {
-        Box::new(VirtualHost { network: self.clone(), host })
+    /// `interleave` is called where threads of the host's process may run by turns.
+    pub(super) fn host(&self, host: usize, interleave: Interleave) -> Box<dyn Host> {
+        Box::new(VirtualHost { network: self.clone(), host, interleave })
     }
 
     fn lock(&self) -> MutexGuard<'_, Net> {
@@ -265,9 +268,13 @@ impl End {
     }
 }
 
+/// Lets another thread of a process go on, or (`true`) has it do so.
+pub(super) type Interleave = Box<dyn Fn(bool) + Send + Sync>;
+
 struct VirtualHost {
     network: Network,
     host: usize,
+    interleave: Interleave,
 }
 
 impl Host for VirtualHost {
@@ -275,11 +282,11 @@ impl Host for VirtualHost {
         self.network.lock().now
     }
 
-    fn wait(&self, timeout: u64) -> Vec<(u64, bool)> {
+    fn wait(&self, thread: usize, timeout: u64) -> Vec<(u64, bool)> {
         let mut net = self.network.lock();
         let now = net.now;
-        let mut ready = Vec::new();
-        if net.hosts[self.host].backlog.front().is_some_and(|(at, _)| *at <= now) {
+        let (mut ready, mut waits_for_another) = (Vec::new(), false);
+        if thread == 0 && net.hosts[self.host].backlog.front().is_some_and(|(at, _)| *at <= now) {
             ready.push((0, false));
         }
         for wires in &net.connections {
@@ -288,16 +295,23 @@ impl Host for VirtualHost {
                     && wires.hosts[side] == self.host
                 {
                     let (can_write, at) = net.ready(wires, side);
-                    if at <= now {
+                    if at <= now && wires.ends[side].thread == thread {
                         ready.push((token, can_write));
                     }
+                    waits_for_another |= at <= now && wires.ends[side].thread != thread;
                 }
             }
         }
         // The kernel promises no order.
         net.rng.shuffle(&mut ready);
-        net.hosts[self.host].sleeps_until = (ready.is_empty() && timeout > 0).then(|| now.plus(timeout));
+        // The last thread to have its turn is thread 0, which says how long all sleep.
+        let sleeps = ready.is_empty() && !waits_for_another && timeout > 0 && thread == 0;
+        net.hosts[self.host].sleeps_until = sleeps.then(|| now.plus(timeout));
         ready
+    }
+
+    fn interleave(&self, must: bool) {
+        (self.interleave)(must);
     }
 
     fn connect(&self, to: SocketAddr) -> Box<dyn Connection> {
@@ -339,10 +353,10 @@ struct VirtualConnection {
 }
 
 impl Connection for VirtualConnection {
-    fn watch(&self, token: u64, write: bool) {
+    fn watch(&self, thread: usize, token: u64, write: bool) {
         let mut net = self.network.lock();
         let end = &mut net.connections[self.connection].ends[self.side];
-        end.token = Some(token);
+        (end.token, end.thread) = (Some(token), thread);
         end.watches_write = write;
     }
 

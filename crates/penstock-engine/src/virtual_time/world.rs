@@ -7,6 +7,7 @@ use crate::stats::Held;
 use fastrand::Rng;
 use penstock_types::{Failure, FailureKind, MILLISECOND, SECOND, Time};
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 /// Runs a program; returns what was not as it must be, at most a few, each beginning with its kind.
 pub(super) fn run(program: &Program) -> Vec<String> {
@@ -219,14 +220,16 @@ impl<'a> World<'a> {
             rank.act(&self.network, now);
         }
         let Some(engine) = &mut rank.engine else { return };
-        if self.network.next(rank.rank) <= now {
-            let goes_on = engine.driver.turn(&mut engine.runtime, &mut engine.run);
+        if engine.threads.are_amid() || self.network.next(rank.rank) <= now {
+            let goes_on = engine.threads.turn();
             rank.busy_until = now.plus(self.rng.u64(1_000..20_000));
             if !goes_on {
-                let Engine { mut driver, mut runtime, shared, .. } = rank.engine.take().expect("it has just run");
-                driver.finish(&mut runtime);
+                let Engine { threads, the_loop, shared } = rank.engine.take().expect("it has just run");
+                drop(threads);
+                the_loop.finish();
                 let failure = Failure::fatal(FailureKind::Closed, "the engine has stopped");
                 shared.close(&failure);
+                let (driver, runtime) = Arc::into_inner(the_loop).expect("its threads have ended").into_parts();
                 drop(driver);
                 runtime.end(&failure);
                 self.network.die(rank.rank, Death::Closes);

@@ -58,6 +58,12 @@ impl<C: Copied> Peer<C> {
         Some(self.stamp(stream, outbound, now))
     }
 
+    /// Whether a message waits for a stream with room: other threads may help to write.
+    #[must_use]
+    pub fn has_more(&self) -> bool {
+        !self.outbox.ready.is_empty()
+    }
+
     fn next_frame(&mut self, id: StreamId, now: Time) -> Option<Outbound<C>> {
         let express = self.express(now);
         let is_express = express == Some(id);
