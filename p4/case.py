@@ -7,7 +7,7 @@ import struct
 from typing import Any
 
 import twin
-from twin import HEARTBEAT_UP, I32, MISSING, NONE, PUSH
+from twin import HEARTBEAT_UP, I32, LAST, MISSING, NONE, PUSH
 
 WORDS = 16
 """Elements of a block."""
@@ -153,6 +153,8 @@ class Case:
                 "exponent": exponent,
                 "sum": whole,
             }
+            if last := fields.get("flags", 0) & LAST:
+                self.slots[job][index]["flags"] = last
         if heard is not None:
             self.heart[job][child] = list(heard)
         sends = b""

@@ -108,6 +108,9 @@ const bit<8> HEARTBEAT_UP = 3;
 const bit<8> HEARTBEAT_DOWN = 4;
 const bit<8> REQUEST = 5;
 const bit<8> MISSING = 6;
+const bit<8> ACCEPTED = 7;
+const bit<8> PULL = 8;
+const bit<8> PULLED = 9;
 
 const bit<8> NONE = 0;
 const bit<8> I32 = 1;
@@ -115,9 +118,11 @@ const bit<8> I16 = 2;
 const bit<8> EXPONENTS = 3;
 const bit<8> F32 = 4;
 const bit<8> BF16 = 6;
+const bit<8> TEXT = 7;
 
 const bit<8> LOST = 1;
 const bit<8> FULL = 2;
+const bit<8> LAST = 4;
 
 const bit<16> HEADER_BYTES = 48;
 const bit<16> MAX_PAYLOAD_BYTES = 8896;
@@ -242,7 +247,7 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
     register<bit<32>>(SLOTS) slot_tag;
     register<bit<32>>(SLOTS) slot_have_high; // the workers that are in: 63 to 32, and 31 to 0
     register<bit<32>>(SLOTS) slot_have_low;
-    register<bit<32>>(SLOTS) slot_shape; // format and exponent
+    register<bit<32>>(SLOTS) slot_shape; // LAST, format and exponent
 #define SUM(i) register<bit<32>>(SLOTS) sum_##i;
     EACH_WORD(SUM)
 
@@ -325,7 +330,7 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
     }
 
     // From this node to its parent, on behalf of all children. The length of the packet is as it came.
-    action send_up(bit<8> kind, bit<32> seq, bit<8> format, bit<16> exponent) {
+    action send_up(bit<8> kind, bit<32> seq, bit<8> flags, bit<8> format, bit<16> exponent) {
         hdr.ethernet.src = meta.own_mac;
         hdr.ethernet.dst = meta.parent_mac;
         hdr.ipv4.src = meta.own_ip;
@@ -335,7 +340,7 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
         hdr.udp.dst = meta.parent_udp + (seq[15:0] & meta.parent_shards);
         hdr.penstock.kind = kind;
         hdr.penstock.format = format;
-        hdr.penstock.flags = 0;
+        hdr.penstock.flags = flags;
         hdr.penstock.seq = seq;
         hdr.penstock.ack = meta.ack;
         hdr.penstock.credit = meta.credit;
@@ -391,30 +396,34 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
             // What `decode` of packet.rs refuses, where all reasons count as one.
             if (standard.parser_error != error.NoError || standard.checksum_error == 1 || !hdr.penstock.isValid()) {
                 malformed = true;
-            } else if (hdr.penstock.magic != 0x5041 || hdr.penstock.version != 3) {
+            } else if (hdr.penstock.magic != 0x5041 || hdr.penstock.version != 4) {
                 malformed = true;
-            } else if (hdr.penstock.kind < PUSH || hdr.penstock.kind > MISSING || hdr.penstock.format > BF16) {
+            } else if (hdr.penstock.kind < PUSH || hdr.penstock.kind > PULLED || hdr.penstock.format > TEXT) {
                 malformed = true;
             } else if (hdr.udp.length != hdr.penstock.length + 16w56 || hdr.ipv4.length != hdr.udp.length + 16w20
                        || hdr.penstock.length > MAX_PAYLOAD_BYTES) {
                 malformed = true;
-            } else if (hdr.penstock.kind == PUSH || hdr.penstock.kind == RESULT) {
-                if (hdr.penstock.format == NONE || hdr.penstock.length == 0 || (hdr.penstock.length & 1) != 0) {
+            } else if (hdr.penstock.format == TEXT && hdr.penstock.kind != PULLED) {
+                malformed = true;
+            } else if (hdr.penstock.kind == PUSH || hdr.penstock.kind == RESULT || hdr.penstock.kind == PULLED) {
+                if (hdr.penstock.format == NONE || hdr.penstock.length == 0) {
+                    malformed = true;
+                } else if (hdr.penstock.format != TEXT && (hdr.penstock.length & 1) != 0) {
                     malformed = true;
                 } else if ((hdr.penstock.format == I32 || hdr.penstock.format == F32) && (hdr.penstock.length & 3) != 0) {
                     malformed = true;
-                } else if (hdr.penstock.kind == PUSH && (hdr.penstock.flags > (LOST | FULL) || hdr.penstock.workers == 0)) {
+                } else if (hdr.penstock.kind == PUSH && (hdr.penstock.flags > (LOST | FULL | LAST) || hdr.penstock.workers == 0)) {
                     malformed = true;
-                } else if (hdr.penstock.kind == RESULT && (hdr.penstock.flags & (FULL ^ 0xff)) != 0) {
+                } else if (hdr.penstock.kind != PUSH && (hdr.penstock.flags & (FULL ^ 0xff)) != 0) {
                     malformed = true;
                 }
             } else {
                 if (hdr.penstock.format != NONE || hdr.penstock.length != 0) {
                     malformed = true;
-                } else if (hdr.penstock.kind != HEARTBEAT_DOWN && hdr.penstock.kind != MISSING
+                } else if (hdr.penstock.kind != HEARTBEAT_DOWN && hdr.penstock.kind != MISSING && hdr.penstock.kind != ACCEPTED
                            && hdr.penstock.workers == 0) {
                     malformed = true;
-                } else if (hdr.penstock.kind == HEARTBEAT_DOWN || hdr.penstock.kind == MISSING) {
+                } else if (hdr.penstock.kind == HEARTBEAT_DOWN || hdr.penstock.kind == MISSING || hdr.penstock.kind == ACCEPTED) {
                     malformed = hdr.penstock.flags != 0;
                 } else {
                     malformed = hdr.penstock.flags > LOST;
@@ -429,7 +438,8 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
                 count(KEY); // no job here has a key
             } else if (hdr.penstock.epoch != meta.epoch) {
                 count(EPOCH); // R6
-            } else if (hdr.penstock.kind == RESULT || hdr.penstock.kind == HEARTBEAT_DOWN || hdr.penstock.kind == MISSING) {
+            } else if (hdr.penstock.kind == RESULT || hdr.penstock.kind == PULLED || hdr.penstock.kind == ACCEPTED
+                       || hdr.penstock.kind == HEARTBEAT_DOWN || hdr.penstock.kind == MISSING) {
                 if (hdr.ipv4.src != meta.parent_ip || standard.ingress_port != meta.parent_port
                     || hdr.udp.src - meta.parent_udp > meta.parent_shards) {
                     count(SENDER);
@@ -439,7 +449,7 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
                     count(RELAYED);
                     standard.mcast_grp = meta.group;
                 }
-            } else if (hdr.penstock.kind == REQUEST) {
+            } else if (hdr.penstock.kind == REQUEST || hdr.penstock.kind == PULL) {
                 count(KIND);
             } else if (senders.apply().hit) {
                 is_for_tables = true;
@@ -488,7 +498,7 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
                     if (meta.heard == meta.children
                         && (meta.child == 1 || meta.heard_before != meta.children
                             || meta.ack != meta.ack_before || meta.credit != meta.credit_before)) {
-                        send_up(HEARTBEAT_UP, 0, NONE, 0);
+                        send_up(HEARTBEAT_UP, 0, 0, NONE, 0);
                     }
                 } else if (hdr.penstock.kind == PUSH
                            && ((hdr.penstock.flags & FULL) != 0
@@ -504,6 +514,7 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
                         bit<32> low;
                         bit<64> bitmap;
                         bit<32> alike;
+                        bit<32> shape = (hdr.penstock.flags & LAST) ++ hdr.penstock.format ++ hdr.penstock.exponent;
                         bool empty;
                         bool is_newer;
                         bool is_added = false;
@@ -531,7 +542,7 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
                                 hdr.ipv4.length = BLOCK_BYTES + 76;
                                 load();
                                 count(REPEATED);
-                                send_up(PUSH, hdr.penstock.seq, alike[23:16], alike[15:0]);
+                                send_up(PUSH, hdr.penstock.seq, alike[31:24], alike[23:16], alike[15:0]);
                             } else if ((hdr.penstock.workers & ~bitmap) != 0) {
                                 hdr.penstock.workers = hdr.penstock.workers & ~bitmap;
                                 count(NAMED);
@@ -545,10 +556,10 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
                             slot_lease.write(meta.slot, meta.lease);
                             slot_tag.write(meta.slot, hdr.penstock.seq);
                             bitmap = 0;
-                            slot_shape.write(meta.slot, 8w0 ++ hdr.penstock.format ++ hdr.penstock.exponent);
+                            slot_shape.write(meta.slot, shape);
                             overwrite();
                             is_added = true;
-                        } else if (alike != 8w0 ++ hdr.penstock.format ++ hdr.penstock.exponent) {
+                        } else if (alike != shape) {
                             count(FORMAT);
                         } else if ((bitmap & hdr.penstock.workers) != 0) {
                             count(DUPLICATE); // R3
@@ -556,7 +567,7 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
                                 // R4: the kept sum, as it went up before.
                                 load();
                                 count(REPEATED);
-                                send_up(PUSH, hdr.penstock.seq, alike[23:16], alike[15:0]);
+                                send_up(PUSH, hdr.penstock.seq, alike[31:24], alike[23:16], alike[15:0]);
                             }
                         } else {
                             if (hdr.penstock.format == I32) {
@@ -573,7 +584,7 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
                             slot_have_low.write(meta.slot, bitmap[31:0]);
                             if (bitmap == meta.workers) {
                                 count(COMPLETED);
-                                send_up(PUSH, hdr.penstock.seq, hdr.penstock.format, hdr.penstock.exponent);
+                                send_up(PUSH, hdr.penstock.seq, shape[31:24], hdr.penstock.format, hdr.penstock.exponent);
                             }
                         }
                     }

@@ -111,14 +111,15 @@ def children_of(place: int, have: int, senders: list[twin.Entry]) -> list[int]:
 
 def slot_of(index: int, tag: int, children: list[int], shape: int, total: bytes | None) -> dict[str, Any]:
     """A slot in the form of the vectors, from what the registers hold."""
+    flags = {"flags": shape >> 24} if shape >> 24 else {}
     return {
         "slot": index,
         "seq": tag,
         "children": children,
-        "format": shape >> 16,
+        "format": shape >> 16 & 0xFF,
         "exponent": (shape & 0xFFFF ^ 0x8000) - 0x8000,
         "sum": None if total is None else total.hex(),
-    }
+    } | flags
 
 
 def run(case: dict[str, Any], node: Any) -> None:

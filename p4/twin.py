@@ -15,9 +15,9 @@ SLOTS = 4096
 JOBS = 64
 CHILDREN = 16
 
-PUSH, RESULT, HEARTBEAT_UP, HEARTBEAT_DOWN, REQUEST, MISSING = 1, 2, 3, 4, 5, 6
-NONE, I32, I16, EXPONENTS, F32, BF16 = 0, 1, 2, 3, 4, 6
-LOST, FULL = 1, 2
+PUSH, RESULT, HEARTBEAT_UP, HEARTBEAT_DOWN, REQUEST, MISSING, ACCEPTED, PULL, PULLED = range(1, 10)
+NONE, I32, I16, EXPONENTS, F32, BF16, TEXT = 0, 1, 2, 3, 4, 6, 7
+LOST, FULL, LAST = 1, 2, 4
 MAX_PAYLOAD_BYTES = 8896
 
 # What is counted for each job, by its number.
@@ -125,7 +125,7 @@ class Penstock:
     length: int
     workers: int
     magic: int = 0x5041
-    version: int = 3
+    version: int = 4
     digest: int = 0
     mac: int = 0
 
@@ -430,7 +430,7 @@ class Switch:
             return self._count(meta, "key")
         if p.epoch != meta.epoch:
             return self._count(meta, "epoch")  # R6
-        if p.kind in (RESULT, HEARTBEAT_DOWN, MISSING):
+        if p.kind in (RESULT, PULLED, ACCEPTED, HEARTBEAT_DOWN, MISSING):
             if (ip["src"], meta.ingress_port) != (meta.parent_ip, meta.parent_port):
                 return self._count(meta, "sender")
             if (udp["src"] - meta.parent_udp) & 0xFFFF > meta.parent_shards:
@@ -438,7 +438,7 @@ class Switch:
             if p.kind != MISSING:
                 meta.mcast_grp = meta.group
                 return self._count(meta, "relayed")
-        elif p.kind == REQUEST:
+        elif p.kind in (REQUEST, PULL):
             return self._count(meta, "kind")
         else:
             keys = (meta.job, meta.ingress_port, ip["src"], udp["src"], p.workers)
@@ -450,7 +450,7 @@ class Switch:
         if p.kind == HEARTBEAT_UP:
             moved = (meta.ack, meta.credit) != (meta.ack_before, meta.credit_before)
             if meta.heard == meta.children and (meta.child == 1 or meta.heard_before != meta.children or moved):
-                self._send_up(hdr, meta, HEARTBEAT_UP, 0, NONE, 0)
+                self._send_up(hdr, meta, HEARTBEAT_UP, 0, 0, NONE, 0)
         elif p.kind == PUSH and (p.flags & FULL or p.format not in (I32, EXPONENTS)):
             self._count(meta, "format")
         elif p.kind == PUSH and hdr.block is None:
@@ -460,21 +460,26 @@ class Switch:
 
     @staticmethod
     def _is_malformed(p: Penstock, ip: dict[str, int], udp: dict[str, int]) -> bool:
-        if (p.magic, p.version) != (0x5041, 3):
+        if (p.magic, p.version) != (0x5041, 4):
             return True
-        if not PUSH <= p.kind <= MISSING or p.format > BF16:
+        if not PUSH <= p.kind <= PULLED or p.format > TEXT:
             return True
         if udp["length"] != p.length + 56 or ip["length"] != udp["length"] + 20 or p.length > MAX_PAYLOAD_BYTES:
             return True
-        if p.kind in (PUSH, RESULT):
-            if p.format == NONE or p.length == 0 or p.length % 2 or (p.format in (I32, F32) and p.length % 4):
+        if p.format == TEXT and p.kind != PULLED:
+            return True
+        if p.kind in (PUSH, RESULT, PULLED):
+            if p.format == NONE or p.length == 0:
+                return True
+            if (p.format != TEXT and p.length % 2) or (p.format in (I32, F32) and p.length % 4):
                 return True
             if p.kind == PUSH:
-                return p.flags > LOST | FULL or p.workers == 0
+                return p.flags > LOST | FULL | LAST or p.workers == 0
             return p.flags & (FULL ^ 0xFF) != 0
-        if p.format != NONE or p.length != 0 or (p.kind not in (HEARTBEAT_DOWN, MISSING) and p.workers == 0):
+        is_down = p.kind in (HEARTBEAT_DOWN, MISSING, ACCEPTED)
+        if p.format != NONE or p.length != 0 or (not is_down and p.workers == 0):
             return True
-        return p.flags != 0 if p.kind in (HEARTBEAT_DOWN, MISSING) else p.flags > LOST
+        return p.flags != 0 if is_down else p.flags > LOST
 
     def _hear(self, p: Penstock, meta: Metadata) -> None:
         """R5: the newest of each child, and the minimum over all of them, before and after."""
@@ -511,8 +516,8 @@ class Switch:
         bitmap = self.slot_have_high[slot] << 32 | self.slot_have_low[slot]
         empty = self.slot_lease[slot] != meta.lease
         is_newer = empty or newer(p.seq, seq)
-        shape = p.format << 16 | p.exponent
-        kept = (alike >> 16 & 0xFF, alike & 0xFFFF)
+        shape = (p.flags & LAST) << 24 | p.format << 16 | p.exponent
+        kept = (alike >> 24, alike >> 16 & 0xFF, alike & 0xFFFF)
         is_added = False
         if not is_newer and p.seq != seq:
             self._count(meta, "stale")  # R2
@@ -563,19 +568,19 @@ class Switch:
             self.slot_have_high[slot], self.slot_have_low[slot] = bitmap >> 32, bitmap & 0xFFFFFFFF
             if bitmap == meta.workers:
                 self._count(meta, "completed")
-                self._send_up(hdr, meta, PUSH, p.seq, p.format, p.exponent)
+                self._send_up(hdr, meta, PUSH, p.seq, p.flags & LAST, p.format, p.exponent)
 
     def _load(self, hdr: Headers, slot: int) -> None:
         hdr.block = [word[slot] for word in self.sum]
 
     @staticmethod
-    def _send_up(hdr: Headers, meta: Metadata, kind: int, seq: int, form: int, exponent: int) -> None:
+    def _send_up(hdr: Headers, meta: Metadata, kind: int, seq: int, flags: int, form: int, exponent: int) -> None:
         p, ip, udp = hdr.penstock, hdr.ipv4, hdr.udp
         assert p is not None and ip is not None and udp is not None
         hdr.ethernet[0:2] = meta.parent_mac, meta.own_mac
         ip["src"], ip["dst"], ip["ttl"] = meta.own_ip, meta.parent_ip, 64
         udp["src"], udp["dst"] = meta.own_udp, (meta.parent_udp + (seq & meta.parent_shards)) & 0xFFFF
-        p.kind, p.format, p.flags, p.seq = kind, form, 0, seq
+        p.kind, p.format, p.flags, p.seq = kind, form, flags, seq
         p.ack, p.credit, p.exponent, p.workers = meta.ack, meta.credit, exponent, meta.workers
         meta.egress_spec = meta.parent_port
 

@@ -20,6 +20,7 @@ from typing import Any
 import replay
 from case import ABOVE, WORDS, Case, halves, ints, packet
 from twin import (
+    ACCEPTED,
     EXPONENTS,
     F32,
     FULL,
@@ -27,11 +28,15 @@ from twin import (
     HEARTBEAT_UP,
     I16,
     I32,
+    LAST,
     LOST,
     MISSING,
+    PULL,
+    PULLED,
     PUSH,
     REQUEST,
     RESULT,
+    TEXT,
 )
 
 VECTORS = pathlib.Path(__file__).resolve().parent.parent / "vectors"
@@ -102,6 +107,20 @@ def cases() -> list[Case]:
     s.push("a duplicate of another format", 1, 0, b, "format", form=EXPONENTS, exponent=-9)
     s.push("a true duplicate", 1, 0, b, "duplicate repeated", up=ab, exponent=-9)
 
+    s = case(
+        "last",
+        "In one slot all blocks end their buffer, or none does; the sum says so, also when it goes up again.",
+        "R4",
+    )
+    s.push("the last one of its buffer", 0, 0, a, "added", [0], a, flags=LAST)
+    s.push("not the last one", 1, 0, b, "format")
+    ends = {"flags": LAST}
+    s.push("the last one", 1, 0, b, "added completed", [0, 1], ab, up=ab, flags=LAST, up_header=ends)
+    s.push("and again", 0, 0, a, "duplicate repeated", up=ab, flags=LAST, up_header=ends)
+    s.ask("it was lost above", 0, 3, "repeated", total=ab, sum_header=ends)
+    s.push("one whose sender hears nothing from here", 0, 4, a, "added", [0], a, flags=LAST | LOST)
+    s.push("the next round of the slot, which is not the last one", 0, 8, b, "abandoned added", [0], b)
+
     s = case("for the server alone", "What only the server adds takes no slot; the sender's Ack is heard all the same.")
     s.push("FULL", 0, 0, a, "format", form=F32, flags=FULL)
     s.push("integers that say FULL", 1, 0, a, "format", flags=FULL)
@@ -143,9 +162,9 @@ def cases() -> list[Case]:
     s.send("a byte behind its block", 0, good + b"\0", "malformed")
     s.send("magic", 0, b"\0" + good[1:], "malformed")
     s.send("version", 0, packet(PUSH, a, format=I32, version=1), "malformed")
-    for kind in (0, 7, 255):
+    for kind in (0, 10, 255):
         s.send(f"kind {kind}", 0, packet(kind, a, format=I32), "malformed")
-    for form in (7, 255):
+    for form in (TEXT, 8, 255):
         s.send(f"format {form}", 0, packet(PUSH, a, format=form), "malformed")
     s.send("a block of no format", 0, packet(PUSH, a), "malformed")
     s.send("a push without a block", 0, packet(PUSH, format=I32), "malformed")
@@ -158,7 +177,15 @@ def cases() -> list[Case]:
     s.send("a heartbeat with a format", 0, packet(HEARTBEAT_UP, format=I32), "malformed")
     s.send("a push for nobody", 0, packet(PUSH, a, format=I32, workers=0), "malformed")
     s.send("a heartbeat for nobody", 0, packet(HEARTBEAT_UP, workers=0), "malformed")
-    s.send("a push with unknown flags", 0, packet(PUSH, a, format=I32, flags=4), "malformed")
+    s.send("a push with unknown flags", 0, packet(PUSH, a, format=I32, flags=8), "malformed")
+    s.send("a text that is no result of the pull flow", ABOVE, packet(RESULT, a, format=TEXT), "malformed")
+    s.send("an empty text", ABOVE, packet(PULLED, format=TEXT), "malformed")
+    s.send("a pulled result that says LAST", ABOVE, packet(PULLED, a, format=I32, flags=LAST), "malformed")
+    s.send("half an element of a pulled result", ABOVE, packet(PULLED, a[:6], format=I32), "malformed")
+    s.send("an accepted with a block", ABOVE, packet(ACCEPTED, a, format=I32), "malformed")
+    s.send("an accepted that says LOST", ABOVE, packet(ACCEPTED, flags=LOST), "malformed")
+    s.send("a pull for nobody", 0, packet(PULL, workers=0), "malformed")
+    s.send("a pull that says FULL", 0, packet(PULL, flags=FULL), "malformed")
     s.send("a result that says LOST", ABOVE, packet(RESULT, a, format=I32, flags=LOST), "malformed")
     s.send("a heartbeat that says FULL", 0, packet(HEARTBEAT_UP, flags=FULL), "malformed")
     s.send("a heartbeat down that says LOST", ABOVE, packet(HEARTBEAT_DOWN, flags=LOST), "malformed")
@@ -237,10 +264,15 @@ def cases() -> list[Case]:
         ("a result of exponents", packet(RESULT, x, format=EXPONENTS, seq=4, workers=0)),
         ("a FULL result", packet(RESULT, a, format=F32, flags=FULL, seq=5, workers=0)),
         ("a FULL result of a 16-bit tensor, half as long", packet(RESULT, a[:32], format=5, flags=FULL, seq=6)),
+        ("that a block was accepted", packet(ACCEPTED, seq=3, ack=4, workers=7 << 32 | 1)),
+        ("a result of the pull flow", packet(PULLED, ab, format=I32, seq=7, workers=3 << 32)),
+        ("why there is none", packet(PULLED, b"no disk", format=TEXT, seq=8, workers=3 << 32)),
         ("a heartbeat, with those who should go straight", packet(HEARTBEAT_DOWN, ack=9, credit=12, workers=6)),
     ):
         s.send(what, ABOVE, data, "relayed", everyone, data)
     s.send("a result from a child", 1, packet(RESULT, ab, format=I32, seq=3), "sender")
+    s.send("a result of the pull flow from a child", 1, packet(PULLED, ab, format=I32, seq=3), "sender")
+    s.send("that a block was accepted, from a child", 0, packet(ACCEPTED, seq=3), "sender")
     s.send("a heartbeat down from an unauthenticated peer", UNAUTHENTICATED, packet(HEARTBEAT_DOWN), "sender")
 
     # --------------------------------------------------------------------------------------------------------- missing
@@ -375,6 +407,63 @@ def cases() -> list[Case]:
             s.push("as long", 1, 0, rest, "length")
             s.push("a duplicate of another length", 0, 0, a, "added completed", [0, 1], ab, up=ab)
 
+        s = case(
+            "pull", "Where results come apart, the software keeps what comes down; a switch passes it.", "", mode,
+            results=True, apart=True,
+        )  # fmt: skip
+        ends = {"flags": LAST}
+        s.push("one's", 0, 0, a, "added", [0], a, flags=LAST)
+        s.push("the other's", 1, 0, b, "added completed", [0, 1], ab, up=ab, flags=LAST, up_header=ends)
+        accepted = packet(ACCEPTED, seq=0, ack=1, credit=4, workers=7 << 32)
+        if here:
+            s.slots[5][0]["sum"] = None
+            del s.slots[5][0]["flags"]
+        s.send("it was accepted", ABOVE, accepted, "relayed", [0, 1], accepted)
+        again = packet(PUSH, a, format=I32, seq=0, flags=LAST)
+        above = packet(PUSH, ab, format=I32, seq=0, flags=LAST, workers=3)
+        if here:
+            s.send("who has not heard it, hears it", 0, again, "duplicate", [0], accepted)
+            s.send("or asks", 1, packet(REQUEST, seq=0, workers=2), "", [1], accepted)
+        else:
+            s.send("who has not heard it, hears it", 0, again, "duplicate repeated", [ABOVE], above)
+            s.send("or asks", 1, packet(REQUEST, seq=0, workers=2), "kind")
+        pull = [packet(PULL, seq=number, workers=2, ack=7, credit=10) for number in (7, 11, 8)]
+        asked = packet(PULL, seq=7, workers=3, ack=0, credit=3)
+        first, second = (packet(PULLED, ab, format=I32, seq=number, workers=0) for number in (7, 11))
+        why = packet(PULLED, b"no disk", format=TEXT, seq=8, workers=1 << 32)
+        if here:
+            s.send("a result that is not here", 1, pull[0], "", [ABOVE], asked)
+        else:
+            s.send("a result that is not here", 1, pull[0], "kind")
+        s.send("it comes", ABOVE, first, "relayed", [0, 1], first)
+        for what, number, result in (
+            ("a child lost it", 0, first),
+            ("one of the next round", 1, second),
+            ("none", 2, why),
+        ):
+            if number:
+                s.send(f"comes: {what}", ABOVE, result, "relayed", [0, 1], result)
+            if here:
+                s.send(f"lost: {what}", 1, pull[number], "", [1], result)
+            else:
+                s.send(f"lost: {what}", 1, pull[number], "kind")
+        s.send("one of the round before is stale", 1, pull[0], "stale" if here else "kind")
+        s.send("and takes no place when it comes late", ABOVE, first, "relayed", [0, 1], first)
+        if here:
+            s.send("the next round's is still here", 1, pull[1], "", [1], second)
+        else:
+            s.send("the next round's is still here", 1, pull[1], "kind")
+        s.send("of an unauthenticated peer", UNAUTHENTICATED, pull[1], "sender" if here else "kind")
+        s.restart()
+        unheard = packet(PULL, seq=8, workers=3, ack=0, credit=0)
+        if here:
+            s.send(
+                "after a restart it asks above, and claims no more than is certain", 1, pull[2], "", [ABOVE], unheard
+            )
+        else:
+            s.send("after a restart it asks above, and claims no more than is certain", 1, pull[2], "kind")
+        s.send("of a block it knows nothing certain", 1, packet(REQUEST, seq=0, workers=2), "" if here else "kind")
+
         s = case("i16", "A switch adds 32-bit integers; the software also 16-bit ones.", "", mode)
         low, high, mixed = halves(32767, -1), halves(1, -2), halves(-32768, -3)
         if here:
@@ -440,13 +529,14 @@ def random_case(seed: int, packets: int) -> dict[str, Any]:
         elif what < 13:
             source, kind = (
                 draw.choice([ABOVE, ABOVE, ABOVE, child]),
-                draw.choice([RESULT, HEARTBEAT_DOWN, MISSING, MISSING]),
+                draw.choice([RESULT, PULLED, ACCEPTED, HEARTBEAT_DOWN, MISSING, MISSING]),
             )
             if kind == MISSING:
                 fields["workers"] = draw.randrange(1, 32)
-            data = packet(kind, block, format=I32, **fields) if kind == RESULT else packet(kind, **fields)
+            data = packet(kind, block, format=I32, **fields) if kind in (RESULT, PULLED) else packet(kind, **fields)
         elif what == 13:
-            data = packet(PUSH, block, format=draw.choice([I32, EXPONENTS, F32]), exponent=draw.randrange(3), **fields)
+            form, flags = draw.choice([I32, EXPONENTS, F32]), draw.choice([0, LAST])
+            data = packet(PUSH, block, format=form, exponent=draw.randrange(3), flags=flags, **fields)
         elif what == 14:
             data = packet(
                 PUSH, block, format=form, **(fields | {"epoch": draw.choice([2, 4]), "job": draw.choice([5, 6])})

@@ -10,17 +10,18 @@ import shutil
 import subprocess
 
 
-def install(say):
+def install(say, tools=None, without="emulated hosts, or losses on their links,"):
     """Have the distribution's package manager install what the system lacks; without the right to, say the command.
-
-    Without some of it Penstock works, and only the emulated hosts of the demo and the tests are left out.
 
     Args:
         say: tells the user a line.
+        tools: of which; by default `SYSTEM_TOOLS`.
+        without: what is left out where those are missing that Penstock can do without.
 
     Returns: what Penstock cannot do without and is still missing, with the command that installs it; None if nothing is.
     """
-    missing = [tool for tool in SYSTEM_TOOLS if not tool["there"]()]
+    tools = SYSTEM_TOOLS if tools is None else tools
+    missing = [tool for tool in tools if not tool["there"]()]
     if not missing:
         return None
     name = next(filter(shutil.which, PACKAGE_MANAGERS), "apt-get")
@@ -50,7 +51,7 @@ def install(say):
         also = f", and {useful}, which emulated hosts need" if useful else ""
         return f"the system lacks {needed}{also}. As root: {by_hand}"
     if useful:
-        say(f"the system lacks {useful}: emulated hosts, or losses on their links, are left out. As root: {by_hand}")
+        say(f"the system lacks {useful}: {without} are left out. As root: {by_hand}")
     return None
 
 
@@ -84,6 +85,17 @@ SYSTEM_TOOLS = (
     },
     {"what": "nft", "there": on_path("nft"), "needed": False, "debian": "nftables", "others": "nftables"},
     {"what": "ethtool", "there": on_path("ethtool"), "needed": False, "debian": "ethtool", "others": "ethtool"},
+)
+# What tests need besides; a browser under any of these names draws the reports (tests/browser.py).
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome-headless-shell")
+TEST_TOOLS = (
+    {
+        "what": "a browser (chromium)",
+        "there": lambda: any(on_path(name)() for name in BROWSERS),
+        "needed": False,
+        "debian": "chromium",
+        "others": "chromium",
+    },
 )
 PACKAGE_MANAGERS = {
     "apt-get": ["install", "-q", "-y", "--no-install-recommends"],

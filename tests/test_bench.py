@@ -473,7 +473,7 @@ def test_sizes_ranks_and_variants_are_parsed() -> None:
             "PENSTOCK_STREAMS='many': must be a number",
         ),
         (["all-reduce", "--variant", "x=penstock-tcp,PENSTOCK_STREAM=4"], "did you mean PENSTOCK_STREAMS?"),
-        (["training", "cnn", "--ways", "ddp,fast"], "no way fast: there are ddp, gloo, hook"),
+        (["training", "cnn", "--ways", "ddp,fast"], "no way fast: there are ddp, deferred, "),
         (["training", "cnn", "--losses", "12"], "--losses trains char-gpt"),
     ],
 )

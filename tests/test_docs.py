@@ -209,6 +209,12 @@ RUN_BY = {
         "penstock plan cluster.yaml",
         "penstock plan cluster.yaml -o deployment.yaml",
     ],
+    "test_planning_commands.py::test_all_jobs": ["penstock plan cluster.yaml --all-jobs joint -o plans"],
+    "test_planning_commands.py::test_at_least": ["penstock plan cluster.yaml --at-least '300 Mbit/s'"],
+    "test_planning_commands.py::test_explain": [
+        "penstock plan explain deployment.yaml",
+        "penstock plan explain deployment.yaml --report plan.html",
+    ],
     "test_testbed.py::test_a_testbed_stays_up_until_it_is_taken_down": [
         "penstock testbed up --name lab --hosts 4 --flow 60,300 --delay 10",
         "penstock testbed run --name lab -- python train.py",

@@ -20,6 +20,7 @@ import click.testing
 import packaging.requirements
 import pytest
 
+import browser
 import penstock
 from penstock import cli, extras
 from penstock.runtime import config
@@ -901,6 +902,29 @@ def test_dev_installs_nothing_that_it_may_not(
         (tmp_path / tool).touch(0o755)
     assert dev.system_tools.install(dev.say) is None
     assert capfd.readouterr().out == "" and not log.exists()
+
+
+def test_dev_installs_a_browser_for_the_tests(
+    root: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever tests/browser.py finds will do; else chromium, and where that is not to be had, what is left out is said."""
+    log = tmp_path / "calls"
+    text = {"has": {}, "log": str(log), "folder": str(tmp_path), "all": ["chromium"], "update": 0}
+    _put_programs(tmp_path, {"apt-get": PACKAGE_MANAGER.format(**text)})
+    dev = bare_dev(root, tmp_path, monkeypatch, user=0)
+
+    def install() -> list[str]:
+        assert dev.system_tools.install(dev.say, dev.system_tools.TEST_TOOLS, "pages") is None
+        told: list[str] = capfd.readouterr().out.splitlines()
+        return told
+
+    assert install()[1].startswith("dev: the system lacks a browser (chromium): pages are left out. As root: ")
+    assert log.read_text().splitlines()[1].endswith(" chromium")
+    assert browser.program() is None
+    for name in browser.NAMES:
+        (tmp_path / name).touch(0o755)
+        assert install() == [] and browser.program() is not None
+        (tmp_path / name).unlink()
 
 
 def bare_dev(

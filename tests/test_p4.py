@@ -45,7 +45,8 @@ def test_vectors_cover_the_rules() -> None:
     steps = [step for case in STATED if "switch" in case["modes"] for step in case["steps"] if "bytes" in step]
     assert {name for step in steps for name in step["counts"]} == set(twin.EVENTS.values())
     sent = {twin.Penstock.read(bytes.fromhex(step["sends"])).kind for step in steps if step["sends"]}
-    assert sent == {twin.PUSH, twin.RESULT, twin.HEARTBEAT_UP, twin.HEARTBEAT_DOWN, twin.MISSING}
+    flows = {twin.RESULT, twin.ACCEPTED, twin.PULLED}
+    assert sent == flows | {twin.PUSH, twin.HEARTBEAT_UP, twin.HEARTBEAT_DOWN, twin.MISSING}
     assert {rule for case in STATED for rule in case["rules"]} == {"R1", "R2", "R3", "R4", "R5", "R6", "R7", "R16"}
 
 
@@ -81,7 +82,7 @@ WITHOUT = {
     "R3": ("elif bitmap & p.workers:", "elif False:"),
     "R4 sent again": ("if bitmap == meta.workers:  # R4", "if False:"),
     "R4 kept": ("hdr.block = [word[slot] for word in self.sum]", "pass"),
-    "R4 as it was": ("kept = (alike >> 16 & 0xFF, alike & 0xFFFF)", "kept = (p.format, p.exponent)"),
+    "R4 as it was": ("kept = (alike >> 24, alike >> 16 & 0xFF, alike & 0xFFFF)", "kept = (0, p.format, p.exponent)"),
     "missing, sum": ("if p.workers and bitmap == meta.workers:", "if False:"),
     "missing, of nobody": ("if p.workers and bitmap == meta.workers:", "if bitmap == meta.workers:"),
     "missing, of these": ("p.workers &= meta.workers", "pass"),
@@ -100,6 +101,13 @@ WITHOUT = {
     "alike": ("elif alike != shape:", "elif False:"),
     "parent": ('if (ip["src"], meta.ingress_port) != (meta.parent_ip, meta.parent_port):', "if False:"),
     "FULL": ("(p.flags & FULL or p.format not in (I32, EXPONENTS))", "p.format not in (I32, EXPONENTS)"),
+    "LAST": ("shape = (p.flags & LAST) << 24 | p.format << 16", "shape = p.format << 16"),
+    "LAST goes up": ("PUSH, p.seq, p.flags & LAST, p.format", "PUSH, p.seq, 0, p.format"),
+    "LAST again": ("kept = (alike >> 24, alike", "kept = (0, alike"),
+    "pull": ("elif p.kind in (REQUEST, PULL):", "elif p.kind == REQUEST:"),
+    "pulled": ("if p.kind in (RESULT, PULLED, ACCEPTED,", "if p.kind in (RESULT, ACCEPTED,"),
+    "accepted": ("if p.kind in (RESULT, PULLED, ACCEPTED,", "if p.kind in (RESULT, PULLED,"),
+    "text": ("if p.format == TEXT and p.kind != PULLED:", "if False:"),
     "maximum": ("key=lambda half: half ^ 0x8000)\n    low", "key=lambda half: half)\n    low"),
     "base": ("slot = meta.slot = meta.base + (p.seq & meta.mask)", "slot = meta.slot = p.seq & meta.mask"),
 }
@@ -125,7 +133,8 @@ def test_twin_has_the_tables_and_registers_of_the_program() -> None:
     numbers = {name: int(value, 0) for name, value in re.findall(r"const bit<\d+> (\w+) = (\w+);", PROGRAM)}
     for number, event in twin.EVENTS.items():
         assert numbers[event.upper()] == number
-    for name in ("PUSH", "REQUEST", "MISSING", "I32", "EXPONENTS", "BF16", "LOST", "FULL", "MAX_PAYLOAD_BYTES"):
+    kinds = ("PUSH", "REQUEST", "MISSING", "ACCEPTED", "PULL", "PULLED")
+    for name in (*kinds, "I32", "EXPONENTS", "BF16", "TEXT", "LOST", "FULL", "LAST", "MAX_PAYLOAD_BYTES"):
         assert numbers[name] == getattr(twin, name)
     defined = dict(re.findall(r"#define (\w+) (\d+)$", PROGRAM, re.MULTILINE))
     assert (int(defined["SLOTS"]), int(defined["JOBS"])) == (twin.SLOTS, twin.JOBS)

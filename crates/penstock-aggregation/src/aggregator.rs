@@ -19,17 +19,22 @@
 //! committed.
 
 mod counters;
+mod pulls;
+mod results;
+mod shard;
 mod slot;
 mod tenant;
 
 pub use counters::JobCounters;
+pub use shard::Shard;
 pub(crate) use slot::Decision;
 pub use tenant::{Admission, Child, Limits, Tenant};
 
-use super::packet::{FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, Packet, decode};
+use super::packet::{FLAG_FULL, FLAG_LAST, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, Packet, decode};
 use super::path::Path;
 use super::rules::{Refusal, Rule, Rules};
-use super::{Endpoint, Serial, arithmetic, asks_again};
+use super::{Endpoint, Serial, arithmetic};
+use pulls::Pulls;
 use slot::{EMPTY, Slot};
 use std::collections::BTreeMap;
 use std::slice;
@@ -66,25 +71,6 @@ pub struct Aggregator {
     rules: Rules,
 }
 
-/// The SeqNums that this part of an aggregator adds: those that are `index` modulo `count`. Shards of a node share nothing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Shard {
-    /// The number of this shard, below `count`.
-    pub index: u32,
-    /// How many shards the aggregator has, a power of two.
-    pub count: u32,
-}
-
-impl Shard {
-    /// The shard of a node that has only one.
-    pub const WHOLE: Shard = Shard { index: 0, count: 1 };
-
-    /// How many slots of a job this shard has. If fewer SeqNums are in flight than there are shards, one is enough.
-    fn slots(self, window: u32) -> usize {
-        (window / self.count).max(1) as usize
-    }
-}
-
 /// A job's slots and heart table.
 #[derive(Clone, Debug)]
 pub(crate) struct Table {
@@ -97,6 +83,8 @@ pub(crate) struct Table {
     memory: Vec<u8>,
     /// For each slot the header of the result, if the slot holds one.
     results: Vec<[u8; HEADER_BYTES]>,
+    /// Results, where they come apart.
+    pulls: Option<Pulls>,
     /// For each child the newest Ack and Credit.
     heart: Vec<Option<(Serial, Serial)>>,
     path: Path,
@@ -151,7 +139,7 @@ impl Aggregator {
             let needed = slots;
             return Err(Admission::Slots { needed, free });
         }
-        let free = self.limits.memory_bytes - others().map(|table| table.memory.len()).sum::<usize>();
+        let free = self.limits.memory_bytes - others().map(Table::memory_bytes).sum::<usize>();
         let needed = tenant.memory_bytes(slots);
         if needed > free {
             return Err(Admission::Memory { needed, free });
@@ -212,6 +200,7 @@ impl Table {
             slots: Vec::new(),
             memory: Vec::new(),
             results: Vec::new(),
+            pulls: None,
             heart: vec![None; tenant.children.len()],
             path: Path::default(),
             parent_is_lost: false,
@@ -227,9 +216,14 @@ impl Table {
         if self.slots.is_empty() {
             let slots = self.shard.slots(self.tenant.window);
             self.slots = vec![EMPTY; slots];
-            self.memory = vec![0; self.tenant.memory_bytes(slots)];
+            self.memory = vec![0; self.tenant.slot_bytes(slots)];
+            self.pulls = self.tenant.keeps_pulls().then(|| Pulls::new(slots, self.tenant.block_bytes));
             self.results = vec![[0; HEADER_BYTES]; if self.tenant.results { slots } else { 0 }];
         }
+    }
+
+    fn memory_bytes(&self) -> usize {
+        self.memory.len() + self.pulls.as_ref().map_or(0, Pulls::bytes)
     }
 
     /// Forgets all blocks and frees slots and memory. What children have said of Ack and Credit stays.
@@ -265,9 +259,9 @@ impl Table {
     }
 
     fn sum_header(&self, index: usize, seq: Serial, rules: Rules) -> Header {
-        let Slot { format, exponent, is_full, .. } = self.slots[index];
+        let Slot { format, exponent, flags, .. } = self.slots[index];
         let header = self.upward(Kind::Push, seq, format, exponent, rules);
-        Header { flags: header.flags | if is_full { FLAG_FULL } else { 0 }, ..header }
+        Header { flags: header.flags | flags, ..header }
     }
 
     /// Where packets go that go up.
@@ -300,8 +294,9 @@ impl Table {
                 let to = child.map_or(&self.children[..], |child| slice::from_ref(&self.children[child]));
                 Ok(Action::Send { to, header, payload: &[] })
             }
-            Ok(Decision::Ask { seq }) => {
-                let header = self.asking(seq, rules).encode(&[], self.tenant.key.as_ref());
+            Ok(Decision::Ask { kind, seq }) => {
+                let Some(header) = self.asking(kind, seq, rules) else { return Ok(Action::Nothing) };
+                let header = header.encode(&[], self.tenant.key.as_ref());
                 Ok(Action::Send { to: slice::from_ref(self.above()), header, payload: &[] })
             }
             Ok(Decision::Sum { index, seq }) => {
@@ -314,6 +309,11 @@ impl Table {
                 self.counters.answered += 1;
                 let (to, header) = (slice::from_ref(&self.children[child]), self.results[index]);
                 Ok(Action::Send { to, header, payload: self.block(index) })
+            }
+            Ok(Decision::Pulled { index, child }) => {
+                self.counters.answered += 1;
+                let (header, payload) = self.pulls.as_ref().expect("it has the result").get(index);
+                Ok(Action::Send { to: slice::from_ref(&self.children[child]), header: *header, payload })
             }
             Err(refusal) => {
                 self.counters.refused[refusal.index()] += 1;
@@ -330,16 +330,22 @@ impl Table {
         }
         let is_above = from == self.tenant.parent || self.is_server(from);
         match header.kind {
-            Kind::Result | Kind::HeartbeatDown if is_above => {
+            Kind::Result | Kind::Pulled | Kind::HeartbeatDown | Kind::Accepted if is_above => {
                 self.steer(from, header);
-                if header.kind == Kind::Result {
-                    self.keep(packet, bytes, rules);
+                match (header.kind, &mut self.pulls) {
+                    (Kind::Pulled, Some(pulls)) => {
+                        if let Ok(index) = self.shard.slot_of(header.seq, self.tenant.window) {
+                            pulls.keep(index, packet, bytes);
+                        }
+                    }
+                    (Kind::Result | Kind::Accepted, _) => self.keep(packet, bytes, rules),
+                    _ => {}
                 }
                 Ok(Decision::Relay)
             }
             Kind::Missing if is_above => self.name(header, rules),
-            Kind::Result | Kind::HeartbeatDown | Kind::Missing => Err(Refusal::Sender),
-            Kind::Request if !self.tenant.results => Err(Refusal::Kind),
+            Kind::Result | Kind::Pulled | Kind::HeartbeatDown | Kind::Accepted | Kind::Missing => Err(Refusal::Sender),
+            Kind::Request | Kind::Pull if !self.tenant.results => Err(Refusal::Kind),
             _ => {
                 let child = self.child(from, header.workers)?;
                 self.take(child, packet, rules)
@@ -367,6 +373,7 @@ impl Table {
         let header = &packet.header;
         match header.kind {
             Kind::Request => self.request(child, header, rules),
+            Kind::Pull => self.pull(child, header),
             Kind::Push => {
                 self.hear(child, header, rules);
                 self.push(child, packet, rules)
@@ -379,59 +386,6 @@ impl Table {
                 Ok(if now.is_some() && (now != before || child == 0) { Decision::Heartbeat } else { Decision::Nothing })
             }
         }
-    }
-
-    /// Keeps a result for children that lose it. A result that cannot be kept is only relayed.
-    fn keep(&mut self, packet: &Packet<'_>, bytes: &[u8], rules: Rules) {
-        let Packet { header, payload, .. } = packet;
-        let (true, Ok(index)) = (self.tenant.results, self.slot_of(header.seq)) else { return };
-        let slot = &mut self.slots[index];
-        let ahead = slot.ahead(header.seq, rules);
-        if (ahead < 0 && rules.hold(Rule::Stale)) || payload.len() > self.tenant.block_bytes {
-            return;
-        }
-        if ahead > 0 && slot.have != 0 && slot.have != self.all {
-            self.counters.abandoned += 1;
-        }
-        *slot = Slot {
-            tag: Some(header.seq),
-            have: self.all,
-            format: header.format,
-            exponent: header.exponent,
-            length: payload.len() as u16,
-            is_result: true,
-            is_full: header.flags & FLAG_FULL != 0,
-            asked: 0,
-        };
-        self.results[index].copy_from_slice(&bytes[..HEADER_BYTES]);
-        let start = self.start_of(index);
-        self.memory[start..start + payload.len()].copy_from_slice(payload);
-    }
-
-    /// A child requests a result. If the result is not here, either blocks of children are missing, or this node requests it
-    /// from the parent, once.
-    fn request(&mut self, child: usize, header: &Header, rules: Rules) -> Result<Decision, Refusal> {
-        let index = self.slot_of(header.seq)?;
-        let slot = &mut self.slots[index];
-        let ahead = slot.ahead(header.seq, rules);
-        if ahead < 0 {
-            return Err(Refusal::Stale);
-        }
-        if ahead == 0 && slot.is_result {
-            return Ok(Decision::Result { index, child });
-        }
-        let seq = header.seq;
-        if ahead > 0 {
-            return Ok(Decision::Ask { seq });
-        }
-        asks_again(&mut slot.asked, header.workers);
-        Ok(match self.all & !slot.have {
-            _ if slot.asked != header.workers => Decision::Nothing,
-            0 => Decision::Ask { seq },
-            workers => {
-                Decision::Missing { header: Header { kind: Kind::Missing, workers, flags: 0, ..*header }, child: None }
-            }
-        })
     }
 
     /// The offset of a slot in `memory`.
@@ -480,7 +434,8 @@ impl Table {
     /// The rules of the slot.
     fn push(&mut self, child: usize, packet: &Packet<'_>, rules: Rules) -> Result<Decision, Refusal> {
         let Packet { header, payload, .. } = packet;
-        let is_full = header.flags & FLAG_FULL != 0;
+        let flags = header.flags & (FLAG_FULL | FLAG_LAST);
+        let is_full = flags & FLAG_FULL != 0;
         if if header.format.is_float() { !self.tenant.floats } else { is_full } {
             return Err(Refusal::Format);
         }
@@ -503,12 +458,17 @@ impl Table {
                 format: header.format,
                 exponent: header.exponent,
                 length: payload.len() as u16,
-                is_full,
+                flags,
                 ..EMPTY
             };
         }
+        if slot.is_result && self.tenant.apart {
+            // The sender has not heard that the server has it.
+            self.counters.refused[Refusal::Duplicate.index()] += 1;
+            return Ok(Decision::Result { index, child });
+        }
         // Checked before anything is sent: a few bytes of a confused worker must not cause a whole block to be sent again.
-        if (slot.format, slot.exponent, slot.is_full) != (header.format, header.exponent, is_full) {
+        if (slot.format, slot.exponent, slot.flags) != (header.format, header.exponent, flags) {
             return Err(Refusal::Format);
         }
         if usize::from(slot.length) != payload.len() {
@@ -586,10 +546,7 @@ impl Table {
 
     /// The slot of a SeqNum, if it belongs to this shard.
     fn slot_of(&self, seq: Serial) -> Result<usize, Refusal> {
-        if seq.0 & (self.shard.count - 1) != self.shard.index {
-            return Err(Refusal::Shard);
-        }
-        Ok((seq.0 / self.shard.count) as usize & (self.shard.slots(self.tenant.window) - 1))
+        self.shard.slot_of(seq, self.tenant.window)
     }
 
     /// The index of the child at `from`, whose name must be exactly `workers`. The server speaks for a child that is bypassed.
@@ -637,15 +594,18 @@ impl Table {
     }
 
     /// Requests a result from above.
-    fn asking(&self, seq: Serial, rules: Rules) -> Header {
+    fn asking(&self, kind: Kind, seq: Serial, rules: Rules) -> Option<Header> {
+        if kind == Kind::Request && self.tenant.apart {
+            // Nothing is known of results: the block's SeqNum is another flow's.
+            self.heard(rules)?;
+        }
         // While a child was not heard, a number that every child has passed: nothing beyond Credit is pushed or requested, so all
         // have the results from two windows before.
         let before = seq.plus(0u32.wrapping_sub(2 * self.tenant.window));
         let (ack, credit) = self.heard(rules).unwrap_or((before, before));
         let Tenant { job, epoch, name: workers, .. } = self.tenant;
         let flags = if self.parent_is_lost { FLAG_LOST } else { 0 };
-        let (kind, format) = (Kind::Request, Format::None);
-        Header { kind, job, epoch, format, flags, seq, ack, credit, exponent: 0, workers }
+        Some(Header { kind, job, epoch, format: Format::None, flags, seq, ack, credit, exponent: 0, workers })
     }
 }
 
@@ -668,12 +628,13 @@ impl Aggregator {
 #[cfg(test)]
 impl Table {
     pub(crate) fn reserved_bytes(&self) -> usize {
-        self.slots.capacity() * size_of::<Slot>() + self.memory.capacity() + self.results.capacity() * HEADER_BYTES
+        self.slots.capacity() * size_of::<Slot>() + self.memory_bytes() + self.results.capacity() * HEADER_BYTES
     }
 
     pub(crate) fn digest(&self, state: &mut impl std::hash::Hasher) {
         use std::hash::Hash;
         (&self.slots, &self.heart, self.path, self.parent_is_lost).hash(state);
+        self.pulls.iter().for_each(|pulls| pulls.digest(state));
         let kept = self.results.iter().zip(&self.slots).filter(|(_, slot)| slot.is_result);
         kept.for_each(|(header, _)| header.hash(state));
         // The content of slots that were never written does not matter.

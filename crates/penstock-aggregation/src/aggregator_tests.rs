@@ -17,6 +17,7 @@ fn tenant(window: u32, children: usize) -> Tenant {
         block_bytes: 8,
         floats: false,
         results: true,
+        apart: false,
         parent: ABOVE,
         server: None,
         name,
@@ -367,7 +368,7 @@ fn past_the_parent() {
     const SERVER: Endpoint = Endpoint(8);
     let mut node = Aggregator::new(limits());
     node.open(Tenant { server: Some(SERVER), name: 1, ..tenant(2, 1) }).unwrap();
-    let down = |node: &mut Aggregator, from: Endpoint, number: u64, is_bypass: bool| {
+    let down = |node: &mut Aggregator, from: Endpoint, number: u32, is_bypass: bool| {
         let workers = crate::path::state(number, is_bypass);
         let packet = Header { workers, ..header(Kind::HeartbeatDown, 0, 0) }.encode(&[], None);
         assert!(matches!(node.handle_packet(from, &packet), Ok(Action::Relay { .. })));

@@ -37,12 +37,13 @@ pub use aggregator::{Action, Admission, Aggregator, Child, JobCounters, Limits, 
 pub use hops::Naming;
 pub use key::Key;
 pub use packet::{
-    FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, PacketError, VERSION, decode,
+    FLAG_FULL, FLAG_LAST, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, PacketError,
+    VERSION, decode,
 };
 pub use receipt::Receipt;
 pub use rules::Refusal;
 pub use serial::Serial;
-pub use server::{Server, ServerConfig, Transmit};
+pub use server::{Block, Buffer, Server, ServerConfig, Transmit};
 pub use tree::{MAX_CHILDREN, MAX_WORKERS, Node, Tree, TreeError};
 pub use worker::{Outbound, Received, Route, Timing, Worker, WorkerConfig};
 

@@ -7,15 +7,21 @@
 //! kind, in any place: a packet is lost, or arrives and stays (is doubled), an aggregator restarts empty, a time-out or
 //! a heartbeat fires although packets are on their way. States are told apart by 64 bits of SipHash.
 //!
+//! Where results come apart from the blocks, somebody also ends the work behind any whole buffer, at any time and in any order.
+//!
 //! In each state no result is wrong, none is delivered or committed twice; and from each state, with all that is on its
 //! way lost, time-outs and heartbeats alone lead to the end. Without any one rule that is not so.
 
+mod build;
+mod scope;
 mod shape;
 
 use super::packet::{Format, HEADER_BYTES, Header, Kind, decode};
 use super::rules::{Rule, Rules};
 use super::*;
+use build::{block, new_aggregator, new_server, new_worker};
 use penstock_types::Time;
+use scope::{Kinds, Scope, Story};
 use shape::Shape;
 use siphasher::sip::SipHasher13;
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -32,49 +38,6 @@ const JOB: u32 = 1;
 /// Of this many transitions that are looked up, one is executed as well and must lead to the same state: a digest that lacks
 /// something that decides would merge states that differ.
 const CHECKED_SHARE: u64 = 16;
-
-/// What may happen besides losses, duplicates, reordering, time-outs and restarts of the aggregator.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Story {
-    /// No cut link and no second epoch.
-    Plain,
-    /// Each node moves to the next epoch, one after the other, and the same SeqNums carry other blocks.
-    Epochs,
-    /// The link between worker 0 and the aggregator above it is cut for good, and worker 0 notices.
-    Cut,
-    /// In a row: the link between worker 1 and the row's aggregator is cut for good, and worker 1 notices.
-    CutAbove,
-    /// In a row: its aggregator is dead, and worker 1 notices. Worker 0 is to hear from the server through the rack.
-    Dead,
-    /// In a row: both aggregators are dead, and the workers notice.
-    AllDead,
-}
-
-/// Which faults happen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kinds {
-    All,
-    /// No time-outs and heartbeats while packets are in flight. These send packets of their own, which makes most of the
-    /// states: a second fault costs a factor of 20 without them, and several hundred with them.
-    Packets,
-    /// Losses and restarts alone.
-    Losses,
-}
-
-/// What is explored.
-#[derive(Clone, Copy, Debug)]
-struct Scope {
-    shape: Shape,
-    story: Story,
-    blocks: u32,
-    window: u32,
-    start: Serial,
-    /// The most faults on any one path.
-    faults: u8,
-    /// The kinds of faults that may happen.
-    kinds: Kinds,
-    rules: Rules,
-}
 
 /// A packet in flight. States share it.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -114,6 +77,10 @@ enum Input {
     Expire(Serial),
     Heartbeat,
     Lost(bool),
+    /// A worker requests this number of the pull flow.
+    Pull(Serial),
+    /// The work behind the whole buffer with this place ends; whether it fails.
+    Work(usize, bool),
 }
 
 /// What a machine does then.
@@ -124,6 +91,10 @@ enum Effect {
     Push(Serial, Rc<Flying>),
     /// A worker delivers this sum.
     Deliver(Serial, i32),
+    /// A worker hears that the work behind the buffer that begins with this block failed.
+    Fail(Serial),
+    /// The server holds more blocks than its limit.
+    Overrun(u32),
     Commit(Serial),
 }
 
@@ -151,6 +122,8 @@ enum Event {
     ArriveAndStay(usize),
     Lose(usize),
     Expire(usize, Serial),
+    Pull(usize, Serial),
+    Work(usize),
     Heartbeat(usize),
     Restart(usize),
     NextEpoch(usize),
@@ -187,10 +160,12 @@ impl World {
         if self.flying.is_empty() || (self.faults_left > 0 && self.scope.kinds == Kinds::All) {
             for i in 0..2 {
                 events.extend(self.outstanding(i).into_iter().map(|seq| Event::Expire(i, seq)));
+                events.extend(self.unpulled(i).into_iter().map(|number| Event::Pull(i, number)));
                 events.push(Event::Heartbeat(i));
             }
             events.push(Event::Heartbeat(self.server()));
         }
+        events.extend(self.workable().into_iter().map(Event::Work));
         if self.scope.story == Story::Epochs {
             let nodes = 0..self.epochs.len();
             events.extend(nodes.filter(|i| self.epochs[*i] == 0).map(Event::NextEpoch));
@@ -206,7 +181,7 @@ impl World {
     /// The workers that notice what is cut or dead in this story.
     fn noticing(&self) -> &'static [usize] {
         match self.scope.story {
-            Story::Plain | Story::Epochs => &[],
+            Story::Plain | Story::Epochs | Story::Late | Story::Fails => &[],
             Story::Cut => &[0],
             Story::CutAbove | Story::Dead => &[1],
             Story::AllDead => &[0, 1],
@@ -216,7 +191,7 @@ impl World {
     /// Whether nothing passes between two nodes once something is cut or dead.
     fn is_cut(&self, ends: [Endpoint; 2]) -> bool {
         match self.scope.story {
-            Story::Plain | Story::Epochs => false,
+            Story::Plain | Story::Epochs | Story::Late | Story::Fails => false,
             Story::Cut => ends.contains(&WORKERS[0]) && ends.contains(&RACK),
             Story::CutAbove => ends.contains(&WORKERS[1]) && ends.contains(&ROW),
             Story::Dead => ends.contains(&ROW),
@@ -235,11 +210,32 @@ impl World {
         }
     }
 
+    fn unpulled(&self, i: usize) -> Vec<Serial> {
+        match &self.snapshots[i].machine {
+            Machine::Worker(worker) => worker.unpulled(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// The places of the whole buffers whose work may end.
+    fn workable(&self) -> Vec<usize> {
+        let Machine::Server(server) = &self.snapshots[self.server()].machine else { return Vec::new() };
+        let never = |first: Serial| self.scope.story == Story::Late && first == self.scope.start;
+        let all = server.whole_buffers().into_iter().enumerate();
+        all.filter(|(_, first)| !never(*first)).map(|(place, _)| place).collect()
+    }
+
+    /// Whether the work behind a whole buffer fails.
+    fn fails(&self, place: usize) -> bool {
+        let Machine::Server(server) = &self.snapshots[self.server()].machine else { return false };
+        self.scope.story == Story::Fails && server.whole_buffers()[place] == self.scope.start
+    }
+
     fn is_fault(&self, event: Event) -> bool {
         match event {
             Event::ArriveAndStay(_) | Event::Lose(_) | Event::Restart(_) => true,
-            Event::Expire(..) | Event::Heartbeat(_) => !self.flying.is_empty(),
-            Event::Arrive(_) | Event::NextEpoch(_) | Event::Cut | Event::NoticeCut(_) => false,
+            Event::Expire(..) | Event::Pull(..) | Event::Heartbeat(_) => !self.flying.is_empty(),
+            Event::Work(_) | Event::Arrive(_) | Event::NextEpoch(_) | Event::Cut | Event::NoticeCut(_) => false,
         }
     }
 
@@ -259,6 +255,8 @@ impl World {
                 Ok(())
             }
             Event::Expire(i, seq) => self.step(steps, i, Input::Expire(seq)),
+            Event::Pull(i, number) => self.step(steps, i, Input::Pull(number)),
+            Event::Work(place) => self.step(steps, self.server(), Input::Work(place, self.fails(place))),
             Event::Heartbeat(i) => self.step(steps, i, Input::Heartbeat),
             Event::Restart(i) => self.step(steps, i, Input::Begin(self.epochs[i])),
             Event::NextEpoch(i) => {
@@ -313,6 +311,12 @@ impl World {
                     }
                 }
                 Effect::Commit(seq) => self.mark(2, *seq)?,
+                Effect::Fail(first) => {
+                    for seq in self.scope.buffer_from(*first) {
+                        self.mark(i, seq)?;
+                    }
+                }
+                Effect::Overrun(count) => return Err(format!("the server holds {count} blocks")),
             }
         }
         Ok(())
@@ -356,7 +360,9 @@ impl World {
 
     fn is_complete(&self) -> bool {
         let all = (1u8 << self.scope.blocks) - 1;
-        self.done == [all; 3] && self.epochs.iter().all(|epoch| *epoch == self.epochs[0])
+        let late = self.scope.buffer_from(self.scope.start).map(|seq| self.bit(seq)).sum::<u8>();
+        let got = if self.scope.story == Story::Late { all & !late } else { all };
+        self.done == [got, got, all] && self.epochs.iter().all(|epoch| *epoch == self.epochs[0])
     }
 
     /// Whether the system reaches its end when everything in flight is lost and no fault follows: every time-out and heartbeat
@@ -380,9 +386,15 @@ impl World {
                 for seq in world.outstanding(i) {
                     world.step(steps, i, Input::Expire(seq))?;
                 }
+                for number in world.unpulled(i) {
+                    world.step(steps, i, Input::Pull(number))?;
+                }
                 world.step(steps, i, Input::Heartbeat)?;
             }
             let server = world.server();
+            while let Some(place) = world.workable().first().copied() {
+                world.apply(steps, Event::Work(place))?;
+            }
             world.step(steps, server, Input::Heartbeat)?;
             let mut queue: VecDeque<Rc<Flying>> = std::mem::take(&mut world.flying).into();
             while let Some(packet) = queue.pop_front() {
@@ -405,6 +417,8 @@ impl Input {
             Input::Expire(seq) => (2, *seq).hash(state),
             Input::Heartbeat => 3.hash(state),
             Input::Lost(lost) => (4, *lost).hash(state),
+            Input::Pull(number) => (5, *number).hash(state),
+            Input::Work(place, fails) => (6, *place, *fails).hash(state),
         })
     }
 }
@@ -451,19 +465,25 @@ fn step_worker(scope: Scope, i: usize, worker: &mut Worker, input: &Input, effec
         }
         Input::Arrive(packet) => {
             let received = worker.handle_packet(NOW, packet.from, &packet.bytes);
-            if let Ok(Received::Result { seq, payload, .. }) = received {
+            if let Ok(Received::Result { seq, format: Format::Text, .. }) = received {
+                effects.push(Effect::Fail(seq));
+            } else if let Ok(Received::Result { seq, payload, .. }) = received {
                 effects.push(Effect::Deliver(seq, i32::from_be_bytes(payload.try_into().expect("one element"))));
             }
         }
         Input::Expire(seq) => worker.expire(*seq),
         Input::Heartbeat => worker.heartbeat_now(),
         Input::Lost(lost) => worker.set_lost(*lost),
+        Input::Pull(number) => worker.pull_now(*number),
+        Input::Work(..) => {}
     }
     while let Some(out) = worker.poll_transmit(NOW) {
         let seq = out.header.seq;
         effects.push(if out.header.kind == Kind::Push {
             let block = block(scope, out.header.epoch, i, seq).to_be_bytes();
-            let bytes = [&worker.seal(&out.header, Format::I32, 0, &block)[..], &block].concat();
+            let flags = out.header.flags | if scope.is_last(seq) { FLAG_LAST } else { 0 };
+            let header = Header { flags, ..out.header };
+            let bytes = [&worker.seal(&header, Format::I32, 0, &block)[..], &block].concat();
             Effect::Push(seq, Flying::new(out.to, WORKERS[i], &bytes))
         } else {
             Effect::Send(Flying::new(out.to, WORKERS[i], &worker.seal(&out.header, Format::None, 0, &[])))
@@ -503,7 +523,15 @@ fn step_server(scope: Scope, server: &mut Server, input: &Input, effects: &mut V
             }
         }
         Input::Heartbeat => server.heartbeat_now(),
-        Input::Begin(_) | Input::Expire(_) | Input::Lost(_) => {}
+        Input::Work(place, fails) => {
+            assert!(server.work_on(*place, |buffer| if *fails { Err("it is late".into()) } else { Ok(buffer.bytes) }));
+        }
+        Input::Begin(_) | Input::Expire(_) | Input::Lost(_) | Input::Pull(_) => {}
+    }
+    if let Some((count, limit)) = server.held()
+        && count > limit
+    {
+        effects.push(Effect::Overrun(count));
     }
     while let Some(out) = server.poll_transmit() {
         let bytes = [&out.header[..], out.payload].concat();
@@ -511,78 +539,10 @@ fn step_server(scope: Scope, server: &mut Server, input: &Input, effects: &mut V
     }
 }
 
-/// What worker `w` pushes: numbers whose sums tell which blocks are in them.
-fn block(scope: Scope, epoch: u16, w: usize, seq: Serial) -> i32 {
-    let number = 2 * (seq.ahead_of(scope.start) as u32) + w as u32 + 8 * u32::from(epoch);
-    7_i32.wrapping_pow(number + 1)
-}
-
 fn digest_of(add: impl FnOnce(&mut SipHasher13)) -> u64 {
     let mut state = SipHasher13::new();
     add(&mut state);
     state.finish()
-}
-
-fn new_worker(scope: Scope, i: usize, epoch: u16) -> Worker {
-    let (parent, name) = scope.shape.above(WORKERS[i]);
-    let config = WorkerConfig {
-        job: JOB,
-        epoch,
-        key: None,
-        name,
-        window: scope.window,
-        start: scope.start,
-        parent,
-        server: scope.shape.server(),
-        ask_parent: true,
-        full_to_parent: true,
-        timing: Timing::default(),
-    };
-    Worker::with_rules(NOW, config, scope.rules)
-}
-
-fn new_aggregator(scope: Scope, i: usize, epoch: u16) -> Aggregator {
-    let limits = Limits { jobs: 1, slots: scope.window as usize, memory_bytes: 3 * 4 * scope.window as usize };
-    let mut aggregator = Aggregator::with_rules(limits, scope.rules);
-    let (shape, node) = (scope.shape, Endpoint(i as u32));
-    let below = |child: &Endpoint| shape.above(*child).0 == node;
-    let all = (0..shape.nodes() as u32 - 1).map(Endpoint).filter(below);
-    let mut children: Vec<Child> = all.map(|endpoint| Child { endpoint, workers: shape.above(endpoint).1 }).collect();
-    children.sort_by_key(|child| child.workers);
-    let (parent, name) = shape.above(node);
-    let tenant = Tenant {
-        job: JOB,
-        epoch,
-        key: None,
-        window: scope.window,
-        block_bytes: 4,
-        floats: true,
-        results: true,
-        parent,
-        server: Some(shape.server()),
-        name,
-        children,
-    };
-    aggregator.open(tenant).expect("it fits");
-    aggregator
-}
-
-fn new_server(scope: Scope, epoch: u16) -> Server {
-    let config = ServerConfig {
-        job: JOB,
-        epoch,
-        key: None,
-        window: scope.window,
-        block_bytes: 4,
-        start: scope.start,
-        tree: scope.shape.tree(),
-        naming: Naming::Children,
-        stand_ins: 2,
-        workers: WORKERS.to_vec(),
-        heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
-        idle_every: ServerConfig::IDLE_EVERY,
-    };
-    Server::with_rules(NOW, config, scope.rules)
 }
 
 /// The result of exploring a scope.
@@ -662,25 +622,6 @@ impl World {
             other => format!("{other:?}"),
         }
     }
-}
-
-fn scope(story: Story, blocks: u32, faults: u8) -> Scope {
-    // The second and third SeqNum lie on either side of the wrap-around.
-    Scope {
-        shape: Shape::Rack,
-        story,
-        blocks,
-        window: 2,
-        start: Serial(u32::MAX - 1),
-        faults,
-        kinds: Kinds::All,
-        rules: Rules::default(),
-    }
-}
-
-/// Two rounds in one slot, either side of the wrap-around: small enough for faults to come together.
-fn one_slot(faults: u8) -> Scope {
-    Scope { window: 1, start: Serial(u32::MAX), ..scope(Story::Plain, 2, faults) }
 }
 
 #[cfg(test)]

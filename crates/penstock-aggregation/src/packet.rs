@@ -32,24 +32,31 @@ pub enum Kind {
     Request = 5,
     /// Names the workers whose blocks are missing, on its way down.
     Missing = 6,
+    /// The server has the sum of a block, on its way down, where results come apart.
+    Accepted = 7,
+    /// A worker asks for a result by its number in the pull flow.
+    Pull = 8,
+    /// A result of the pull flow, on its way down.
+    Pulled = 9,
 }
 
 impl Kind {
     fn from_byte(byte: u8) -> Option<Kind> {
         use Kind::*;
-        [Push, Result, HeartbeatUp, HeartbeatDown, Request, Missing].into_iter().find(|kind| *kind as u8 == byte)
+        let all = [Push, Result, HeartbeatUp, HeartbeatDown, Request, Missing, Accepted, Pull, Pulled];
+        all.into_iter().find(|kind| *kind as u8 == byte)
     }
 
     /// Whether it carries a block.
     #[must_use]
     pub fn has_block(self) -> bool {
-        matches!(self, Kind::Push | Kind::Result)
+        matches!(self, Kind::Push | Kind::Result | Kind::Pulled)
     }
 
     /// Whether workers send it.
     #[must_use]
     pub fn is_upward(self) -> bool {
-        matches!(self, Kind::Push | Kind::HeartbeatUp | Kind::Request)
+        matches!(self, Kind::Push | Kind::HeartbeatUp | Kind::Request | Kind::Pull)
     }
 }
 
@@ -71,12 +78,14 @@ pub enum Format {
     F16 = 5,
     /// Floats as the tensor has them.
     Bf16 = 6,
+    /// UTF-8: why the work behind a buffer failed, in place of its results.
+    Text = 7,
 }
 
 impl Format {
     fn from_byte(byte: u8) -> Option<Format> {
         use Format::*;
-        [None, I32, I16, Exponents, F32, F16, Bf16].into_iter().find(|format| *format as u8 == byte)
+        [None, I32, I16, Exponents, F32, F16, Bf16, Text].into_iter().find(|format| *format as u8 == byte)
     }
 
     /// Bytes of an element; 0 of none.
@@ -84,6 +93,7 @@ impl Format {
     pub fn element_bytes(self) -> usize {
         match self {
             Format::None => 0,
+            Format::Text => 1,
             Format::I32 | Format::F32 => 4,
             Format::I16 | Format::Exponents | Format::F16 | Format::Bf16 => 2,
         }
@@ -107,9 +117,10 @@ pub struct Header {
     pub epoch: u16,
     /// The format of the block's elements; `None` in a packet without a block.
     pub format: Format,
-    /// A bit set of [`FLAG_LOST`] and [`FLAG_FULL`].
+    /// A bit set of [`FLAG_LOST`], [`FLAG_FULL`] and [`FLAG_LAST`].
     pub flags: u8,
-    /// The number of the block that the packet carries, requests or names; 0 in heartbeats.
+    /// The number of the block that the packet carries, requests or names; 0 in heartbeats. Where results come apart, those and
+    /// [`Kind::Pull`] have numbers of their own.
     pub seq: Serial,
     /// The next number that the sender expects: of results in packets that go up, of blocks in packets that go down.
     pub ack: Serial,
@@ -118,11 +129,18 @@ pub struct Header {
     /// The exponent that the block's workers share.
     pub exponent: i16,
     /// Going up: the name of the sender at the node above it, a bitmap of that node's children. In a `Missing`: the children of
-    /// the node that it comes from whose blocks are missing; 0 if only blocks of other nodes are. Otherwise, going down: the state of the job's paths (`path.rs`).
+    /// the node that it comes from whose blocks are missing; 0 if only blocks of other nodes are. Otherwise, going down: the state of the
+    /// job's paths (`path.rs`), and in the upper half, where results come apart, a number: [`Header::aside`].
     pub workers: u64,
 }
 
 impl Header {
+    /// Where results come apart: of a result the SeqNum of its block, of other packets that go down the number of the result that
+    /// is sent next.
+    pub(crate) fn aside(&self) -> Serial {
+        Serial((self.workers >> 32) as u32)
+    }
+
     /// The bytes on the wire, sealed over `payload` under `key`. The payload is at most [`MAX_PAYLOAD_BYTES`].
     #[must_use]
     pub fn encode(&self, payload: &[u8], key: Option<&Key>) -> [u8; HEADER_BYTES] {
@@ -202,6 +220,9 @@ pub fn decode(bytes: &[u8]) -> Result<Packet<'_>, PacketError> {
     if kind.has_block() == (format == Format::None) {
         return Err(PacketError::Block(kind));
     }
+    if format == Format::Text && kind != Kind::Pulled {
+        return Err(PacketError::Format(bytes[10]));
+    }
     let whole = match format.element_bytes() {
         0 => length == 0,
         element => length > 0 && length.is_multiple_of(element),
@@ -222,10 +243,10 @@ pub fn decode(bytes: &[u8]) -> Result<Packet<'_>, PacketError> {
         workers: u64_at(32),
     };
     let allowed = match kind {
-        Kind::Push => FLAG_LOST | FLAG_FULL,
-        Kind::Result => FLAG_FULL,
-        Kind::HeartbeatUp | Kind::Request => FLAG_LOST,
-        Kind::HeartbeatDown | Kind::Missing => 0,
+        Kind::Push => FLAG_LOST | FLAG_FULL | FLAG_LAST,
+        Kind::Result | Kind::Pulled => FLAG_FULL,
+        Kind::HeartbeatUp | Kind::Request | Kind::Pull => FLAG_LOST,
+        Kind::HeartbeatDown | Kind::Missing | Kind::Accepted => 0,
     };
     if header.flags & !allowed != 0 {
         return Err(PacketError::Flags { kind, flags: header.flags });
@@ -317,10 +338,13 @@ pub const MAX_PAYLOAD_BYTES: usize = 8896;
 pub const FLAG_LOST: u8 = 1;
 /// Elements as the tensor has them. Only the server takes such blocks; aggregators that only add integers drop them.
 pub const FLAG_FULL: u8 = 2;
+/// The block is the last one of its buffer.
+pub const FLAG_LAST: u8 = 4;
 pub(super) const MAGIC: u16 = 0x5041;
 /// The version of packets and receipts, which daemons report. 2: servers and aggregators without a secret send only to
-/// addresses that answer receipts. 3: what goes down carries the state of the job's paths, and no longer the workers that bypass.
-pub const VERSION: u8 = 3;
+/// addresses that answer receipts. 3: what goes down carries the state of the job's paths, and no longer the workers that bypass. 4: the
+/// pull flow.
+pub const VERSION: u8 = 4;
 /// How many bytes of the header the MAC covers.
 const CODED_BYTES: usize = 40;
 
@@ -352,7 +376,7 @@ mod tests {
     #[test]
     fn layout() {
         let packet = bytes(&header(), &[0xaa; 8], None);
-        let head = "5041 03 01 01020304 0506 01 01 0708090a 0b0c0d0e 0f101112 fffe 0008 00000000 131415161718191a";
+        let head = "5041 04 01 01020304 0506 01 01 0708090a 0b0c0d0e 0f101112 fffe 0008 00000000 131415161718191a";
         let head: String = head.replace(' ', "") + &"00".repeat(8) + &"aa".repeat(8);
         assert_eq!(packet.iter().map(|byte| format!("{byte:02x}")).collect::<String>(), head);
     }
@@ -400,11 +424,12 @@ mod tests {
         assert_eq!(with(0, 0), PacketError::Magic);
         assert_eq!(with(2, 1), PacketError::Version(1));
         assert_eq!(with(3, 0), PacketError::Kind(0));
-        assert_eq!(with(3, 7), PacketError::Kind(7));
+        assert_eq!(with(3, 10), PacketError::Kind(10));
         assert_eq!(with(3, 3), PacketError::Block(Kind::HeartbeatUp));
-        assert_eq!(with(10, 7), PacketError::Format(7));
+        assert_eq!(with(10, 8), PacketError::Format(8));
+        assert_eq!(with(10, 7), PacketError::Format(7), "a text is no block to add");
         assert_eq!(with(10, 0), PacketError::Block(Kind::Push));
-        assert_eq!(with(11, 4), PacketError::Flags { kind: Kind::Push, flags: 4 });
+        assert_eq!(with(11, 8), PacketError::Flags { kind: Kind::Push, flags: 8 });
         let odd = bytes(&header(), &[0; 6], None);
         assert_eq!(decode(&odd), Err(PacketError::Elements { format: Format::I32, length: 6 }));
         let empty = bytes(&header(), &[], None);
@@ -424,7 +449,7 @@ mod tests {
         #[test]
         fn garbage_is_refused_calmly(
             mut bytes in proptest::collection::vec(any::<u8>(), 0..96),
-            kind in 0u8..8, format in 0u8..8, flags in 0u8..5,
+            kind in 0u8..11, format in 0u8..9, flags in 0u8..9,
         ) {
             let _ = decode(&bytes);
             if bytes.len() >= HEADER_BYTES {

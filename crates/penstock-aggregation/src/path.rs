@@ -5,7 +5,7 @@ use std::hash::{Hash, Hasher};
 
 /// A node's path, as packets from above describe it.
 ///
-/// The server numbers the states of a job's paths. Each result and heartbeat carries the number, doubled, and one more in a packet
+/// The server numbers the states of a job's paths. Each result and heartbeat carries the number, doubled, in 32 bits, and one more in a packet
 /// that goes straight to a node because its parent is bypassed. A packet that came through the parent with a larger number than any
 /// before says that the server does not send straight any more. (The server sends the straight packets of a new state first.)
 ///
@@ -13,7 +13,7 @@ use std::hash::{Hash, Hasher};
 /// heartbeats, and so old ones do not come for long.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Path {
-    newest: u64,
+    newest: u32,
     /// Heartbeats in a row with a lower number.
     lower: u8,
     /// What goes up goes to the server.
@@ -21,8 +21,9 @@ pub(crate) struct Path {
 }
 
 impl Path {
-    /// Takes `state` from a packet of this kind that came from the server itself (`is_straight`) or through the parent.
-    pub(crate) fn follow(&mut self, state: u64, is_straight: bool, kind: Kind) {
+    /// Takes the state from the field `workers` of a packet of this kind that came from the server itself (`is_straight`) or through the parent.
+    pub(crate) fn follow(&mut self, workers: u64, is_straight: bool, kind: Kind) {
+        let state = workers as u32;
         let (number, is_bypass) = (state / 2, state % 2 == 1);
         if number < self.newest {
             self.lower += u8::from(kind == Kind::HeartbeatDown);
@@ -49,9 +50,9 @@ impl Hash for Path {
     }
 }
 
-/// What packets carry in state `number`.
-pub(crate) fn state(number: u64, is_bypass: bool) -> u64 {
-    2 * number + u64::from(is_bypass)
+/// What packets carry in state `number`, in the lower half of `workers`.
+pub(crate) fn state(number: u32, is_bypass: bool) -> u64 {
+    u64::from(2 * number + u32::from(is_bypass))
 }
 
 #[cfg(test)]

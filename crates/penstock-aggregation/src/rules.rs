@@ -45,6 +45,10 @@ pub(crate) enum Rule {
     Deliver,
     /// R19. Floats are added in the order of the tree.
     Order,
+    /// R20. Credit stays within the limit of the blocks that the server holds.
+    Limit,
+    /// R21. Results of the pull flow leave only as far as every worker has room.
+    Room,
 }
 
 /// Which rules hold: all, except in tests.

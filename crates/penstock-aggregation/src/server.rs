@@ -11,62 +11,28 @@
 //!   ───────────┴──────────────────────────┴──────────
 //!   kept from the slowest child's Ack on: nodes that request it get it again
 //! ```
+//! Where results come apart from the blocks, Credit moves on from Ack, and what was accepted lies in [`held`].
 
 mod bypass;
+mod config;
+mod held;
 mod recovery;
 
-use super::hops::{Hops, Naming, ROOT};
-use super::packet::{FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, decode};
+pub use config::ServerConfig;
+pub use held::{Block, Buffer};
+
+use super::hops::{Hops, ROOT};
+use super::packet::{
+    FLAG_FULL, FLAG_LAST, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, decode,
+};
 use super::path;
 use super::rules::{Refusal, Rule, Rules};
-use super::tree::{MAX_CHILDREN, Tree};
-use super::{Endpoint, Key, Serial, arithmetic};
+use super::tree::MAX_CHILDREN;
+use super::{Endpoint, Serial, arithmetic};
 use bypass::Paths;
-use penstock_types::{MILLISECOND, Time};
+use held::Held;
+use penstock_types::Time;
 use std::collections::VecDeque;
-
-/// A server's configuration for one job.
-#[derive(Clone, Debug)]
-pub struct ServerConfig {
-    /// The number of the job.
-    pub job: u32,
-    /// Counts the lives of the job.
-    pub epoch: u16,
-    /// The job's key; `None` on a trusted network.
-    pub key: Option<Key>,
-    /// SeqNums in flight, a power of two; the same on all nodes of the job.
-    pub window: u32,
-    /// The length of the longest block in bytes.
-    pub block_bytes: usize,
-    /// The first SeqNum of the epoch.
-    pub start: Serial,
-    /// The job's tree: which node sends to which.
-    pub tree: Tree,
-    /// What bitmaps name.
-    pub naming: Naming,
-    /// Each worker's own address, by number.
-    pub workers: Vec<Endpoint>,
-    /// For how many dead aggregators the server stands in at once, besides those that add no floats. Each costs
-    /// `window * (children + 1) * block_bytes`, while it is bypassed. One more is not bypassed until another is back: workers below
-    /// it that hear nothing for [`super::Timing::server_dead_after`] give the server up.
-    pub stand_ins: usize,
-    /// How often Ack and Credit are sent while blocks are in flight. The loss of the last packets of a burst is noticed after
-    /// this time.
-    pub heartbeat_every: u64,
-    /// How often Ack and Credit are sent while no blocks are in flight. Workers take an aggregator for dead when they hear
-    /// nothing through it for [`super::Timing::path_dead_after`], a few times this.
-    pub idle_every: u64,
-}
-
-impl ServerConfig {
-    /// 2 ms: many round trips of a local network, few packets. 100 ms: path death is noticed within a third of a second.
-    pub const HEARTBEAT_EVERY: u64 = 2 * MILLISECOND;
-    /// See [`ServerConfig::HEARTBEAT_EVERY`].
-    pub const IDLE_EVERY: u64 = 100 * MILLISECOND;
-    /// See [`ServerConfig::stand_ins`]: the number in daemons and simulations. With racks of 32, 256 slots and the longest blocks they
-    /// take 1.2 GB.
-    pub const STAND_INS: usize = 16;
-}
 
 /// The end of a job's path, where sums are committed. Memory: `window * (children + 1) * block_bytes`, reserved at once, and what
 /// [`ServerConfig::stand_ins`] says: together [`ServerConfig::memory_bytes`].
@@ -87,6 +53,8 @@ pub struct Server {
     /// Slots with something to send, each once.
     queue: VecDeque<usize>,
     losses: Losses,
+    /// Where results come apart.
+    held: Option<Held>,
     beats: Beats,
     /// Packets that were refused, by [`Refusal::index`] of the reason.
     refused: [u64; Refusal::COUNT],
@@ -194,6 +162,7 @@ impl Server {
         Server {
             paths: Paths::new(&config, &hops),
             hops,
+            held: config.held_blocks.map(|limit| Held::new(config.start, limit)),
             ack: config.start,
             announced: config.start,
             heard: vec![(config.start, config.start.plus(config.window - 1)); children],
@@ -232,10 +201,12 @@ impl Server {
     /// The highest SeqNum that may be pushed.
     #[must_use]
     pub fn credit(&self) -> Serial {
-        if !self.rules.hold(Rule::Window) {
-            return self.ack.plus(self.config.window - 1);
+        let window = self.config.window;
+        match &self.held {
+            Some(held) if self.rules.hold(Rule::Limit) => self.ack.plus(held.room().min(window)).plus(u32::MAX),
+            None if self.rules.hold(Rule::Window) => self.slowest().1,
+            _ => self.ack.plus(window - 1),
         }
-        self.slowest().1
     }
 
     /// Whether any block of this SeqNum is here, and not all of them.
@@ -305,7 +276,7 @@ impl Server {
         self.heartbeat();
         let is_repeated = self.beats.last.1 < BEATS;
         let busy = is_repeated
-            || self.slowest().0 != self.ack
+            || self.slowest().0 != self.results_end()
             || self.slots.iter().any(|slot| slot.tag.is_some() && !slot.committed);
         self.beats.at = now.plus(if busy { self.config.heartbeat_every } else { self.config.idle_every });
     }
@@ -328,8 +299,7 @@ impl Server {
         if let Some((hop, seq)) = self.next_detour() {
             return self.detour(hop, seq);
         }
-        loop {
-            let index = *self.queue.front()?;
+        while let Some(index) = self.queue.front().copied() {
             let slot = &mut self.slots[index];
             let to = if let Some(endpoint) = slot.announce.pop() {
                 endpoint
@@ -346,10 +316,17 @@ impl Server {
             }
             let slot = &self.slots[index];
             let seq = slot.tag.expect("a slot with something to send has a tag");
-            let header = Header { format, flags, exponent, ..self.downward(Kind::Result, seq, to) };
-            let payload = &self.results[index * self.config.block_bytes..][..length];
+            let (header, payload) = if self.held.is_some() {
+                (self.downward(Kind::Accepted, seq, to), &[][..])
+            } else {
+                let header =
+                    Header { format, flags: flags & FLAG_FULL, exponent, ..self.downward(Kind::Result, seq, to) };
+                (header, &self.results[index * self.config.block_bytes..][..length])
+            };
             return Some(Transmit { to, header: header.encode(payload, self.config.key.as_ref()), payload });
         }
+        // Now that Ack has passed all blocks in the packets that have left.
+        self.transmit_pulled()
     }
 
     fn handle(&mut self, now: Time, from: Endpoint, packet: &Packet<'_>) -> Result<Option<Serial>, Refusal> {
@@ -368,16 +345,17 @@ impl Server {
         if self.hops.kid(place).name != header.workers {
             return Err(Refusal::Sender);
         }
-        if self.is_newer(header.ack, self.ack) {
+        if self.is_newer(header.ack, self.held.as_ref().map_or(self.ack, Held::sent)) {
             return Err(Refusal::Ack);
         }
         if place.0 == ROOT {
             self.hear(place.1, header);
         }
         // Workers that wait for Credit send nothing that would bring it.
-        if self.queue.is_empty()
-            && self.credit().ahead_of(self.beats.sent_credit) >= (self.config.window / 4).max(4) as i32
-        {
+        let gained = self.credit().ahead_of(self.beats.sent_credit);
+        let has_none = self.held.is_some() && self.is_newer(self.ack, self.beats.sent_credit);
+        let least = if has_none { 1 } else { (self.config.window / 4).max(4) };
+        if self.queue.is_empty() && gained >= least as i32 {
             self.heartbeat();
         }
         self.note_path(now, place, header.flags & FLAG_LOST != 0);
@@ -390,6 +368,10 @@ impl Server {
             }
             Kind::Request => {
                 self.request(now, header.seq, place)?;
+                Ok(None)
+            }
+            Kind::Pull => {
+                self.request_pulled(header.seq, from)?;
                 Ok(None)
             }
             _ if place.0 == ROOT => Ok(None),
@@ -405,6 +387,7 @@ impl Server {
         // No more than a window, whatever the packet says.
         let credible = if self.is_newer(header.credit, most) { most } else { header.credit };
         self.heard[child] = (newest(ack, header.ack), newest(credit, credible));
+        self.release_held();
     }
 
     /// Refuses blocks that are committed or beyond Credit.
@@ -426,6 +409,7 @@ impl Server {
         if payload.len() > self.config.block_bytes {
             return Err(Refusal::Length);
         }
+        let shape = header.flags & (FLAG_FULL | FLAG_LAST);
         let (overlap, whole) = (self.rules.hold(Rule::Overlap), self.rules.hold(Rule::Whole));
         let all = self.all();
         let slot = &mut self.slots[index];
@@ -436,10 +420,10 @@ impl Server {
             slot.announce.clear();
             slot.wanted.clear();
             slot.committed = false;
-            (slot.format, slot.flags) = (header.format, header.flags & FLAG_FULL);
+            (slot.format, slot.flags) = (header.format, shape);
             (slot.exponent, slot.length) = (header.exponent, payload.len());
         }
-        if (slot.format, slot.flags, slot.exponent) != (header.format, header.flags & FLAG_FULL, header.exponent) {
+        if (slot.format, slot.flags, slot.exponent) != (header.format, shape, header.exponent) {
             return Err(Refusal::Format);
         }
         if slot.length != payload.len() {
@@ -503,6 +487,7 @@ impl Server {
         self.slots[index].announce = self.receivers(false);
         self.send(seq);
         while self.slots[self.index(self.ack)].is_committed(self.ack) {
+            self.absorb(self.ack);
             self.ack = self.ack.plus(1);
         }
     }
@@ -511,6 +496,14 @@ impl Server {
     fn request(&mut self, now: Time, seq: Serial, place: (usize, usize)) -> Result<(), Refusal> {
         let index = self.index(seq);
         let committed = self.slots[index].is_committed(seq);
+        if self.held.is_some() && !committed && self.is_newer(self.ack, seq) {
+            // Its slot is another block's. Ack says that it was accepted.
+            let to = self.hops.kid(place).endpoint;
+            if !self.beats.to.contains(&to) {
+                self.beats.to.push(to);
+            }
+            return Ok(());
+        }
         if (!committed && self.missing(seq) == 0) || !self.rules.hold(Rule::Answer) {
             return Err(Refusal::Stale);
         }
@@ -573,6 +566,13 @@ impl Server {
     }
 
     fn downward(&self, kind: Kind, seq: Serial, to: Endpoint) -> Header {
+        let (mut aside, mut lacking) = (0, 0);
+        if let Some(held) = &self.held {
+            let slowest = self.slowest().0;
+            // Of a window of 2^16 there may be one more.
+            lacking = (held.sent().ahead_of(slowest) as u32).min(u32::from(u16::MAX));
+            aside = u64::from(slowest.plus(lacking).0) << 32;
+        }
         Header {
             kind,
             job: self.config.job,
@@ -582,9 +582,14 @@ impl Server {
             seq,
             ack: self.announced,
             credit: self.credit(),
-            exponent: 0,
-            workers: path::state(self.paths.number, self.is_direct(self.hops.places[&to])),
+            exponent: if kind == Kind::HeartbeatDown { lacking as u16 as i16 } else { 0 },
+            workers: aside | path::state(self.paths.number, self.is_direct(self.hops.places[&to])),
         }
+    }
+
+    /// The number after the last result: the Ack of a worker that has them all.
+    fn results_end(&self) -> Serial {
+        self.held.as_ref().map_or(self.ack, Held::next)
     }
 
     /// The lowest Ack and the lowest Credit of all children.
@@ -648,6 +653,7 @@ impl Server {
         use std::hash::Hash;
         (self.config.epoch, self.ack, &self.heard).hash(state);
         self.paths.digest(state);
+        self.held.iter().for_each(|held| held.digest(state));
         self.losses.slots.iter().for_each(|each| {
             let asked: std::collections::BTreeSet<&Endpoint> = each.asked.iter().collect();
             (each.seq, each.tries > 0, asked).hash(state);

@@ -7,12 +7,17 @@
 //!    done │ sent, no result │ waits for    │ no room: `post` says
 //!         │ (or out of turn)│ Credit, room │ None
 //! ```
+//! Where results come apart from the blocks ([`WorkerConfig::apart`]), *done* means accepted, and results are pulled (`worker/pull.rs`).
+//!
 //! The machine holds no bytes: the driver fills in block `seq` when it is told to send it, and takes results from the packet.
 //! Rules decide *what* is sent again, time-outs decide *when*; the model check lets them fire at any moment.
 
+mod config;
 mod giving_way;
+mod pull;
 mod timing;
 
+pub use config::{Outbound, Received, Route, WorkerConfig};
 pub use timing::Timing;
 
 use super::congestion::Congestion;
@@ -20,73 +25,10 @@ use super::estimate::{MAX_BACKOFF, MAX_DOUBTFUL, smoothed};
 use super::packet::{FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, decode};
 use super::path::Path as WayUp;
 use super::rules::{Refusal, Rule, Rules};
-use super::{Endpoint, Key, Serial};
+use super::{Endpoint, Serial};
 use penstock_types::Time;
+use pull::Pull;
 use std::collections::VecDeque;
-
-/// A worker's configuration.
-#[derive(Clone, Debug)]
-pub struct WorkerConfig {
-    /// The number of the job.
-    pub job: u32,
-    /// The life of the job: a job that begins again has the next epoch.
-    pub epoch: u16,
-    /// The job's key; `None` on a trusted network.
-    pub key: Option<Key>,
-    /// The name of this worker at its parent: one bit of that hop's bitmap; or, where bitmaps name workers, of the job's.
-    pub name: u64,
-    /// SeqNums in flight, a power of two; the same on all nodes of the job.
-    pub window: u32,
-    /// The first SeqNum of the epoch.
-    pub start: Serial,
-    /// The endpoint that blocks are pushed to: an aggregator, or the server itself.
-    pub parent: Endpoint,
-    /// The endpoint of the server.
-    pub server: Endpoint,
-    /// The aggregator keeps results, so lost results are requested there before at the server. A switch keeps none.
-    pub ask_parent: bool,
-    /// The aggregator adds floats, so it takes blocks that are not finite. Otherwise they go to the server.
-    pub full_to_parent: bool,
-    /// The time-outs of this worker.
-    pub timing: Timing,
-}
-
-/// The path of a block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Route {
-    /// Through the aggregators, if there are any.
-    Tree,
-    /// In the tensor's own format, for blocks that are not finite: to the first node above that adds floats.
-    Full,
-}
-
-/// A packet to send.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Outbound {
-    /// The endpoint that receives the packet.
-    pub to: Endpoint,
-    /// The header of the packet. For a push the caller adds the block `header.seq`, its format and its exponent
-    /// ([`Worker::seal`]).
-    pub header: Header,
-}
-
-/// The effect of a packet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Received<'a> {
-    /// Nothing that the driver has to handle.
-    Control,
-    /// The result of a block, for the first and only time.
-    Result {
-        /// The number of the block.
-        seq: Serial,
-        /// The format of the result's elements.
-        format: Format,
-        /// The exponent of the result.
-        exponent: i16,
-        /// The elements, as they came.
-        payload: &'a [u8],
-    },
-}
 
 /// One worker's side of one epoch of a job.
 #[derive(Clone, Debug)]
@@ -108,14 +50,23 @@ pub struct Worker {
     entries: Vec<Entry>,
     /// Blocks to push again or whose result to request, each once.
     due: VecDeque<usize>,
-    heartbeat_due: bool,
+    /// Where results come apart.
+    pull: Option<Pull>,
     congestion: Congestion,
-    /// The Ack that was sent last.
-    reported: Serial,
+    report: Report,
     /// Until then no block is pushed for the first time.
     held: Time,
     clock: Clock,
     rules: Rules,
+}
+
+/// What this worker tells of the results that are here.
+#[derive(Clone, Copy, Debug)]
+struct Report {
+    /// A heartbeat is to be sent.
+    is_due: bool,
+    /// The Ack that was sent last.
+    ack: Serial,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -226,9 +177,9 @@ impl Worker {
             lost: false,
             entries: vec![entry; 2 * config.window as usize],
             due: VecDeque::new(),
-            heartbeat_due: false,
+            pull: config.apart.then(|| Pull::new(config.start, config.window)),
             congestion: Congestion::new(),
-            reported: config.start,
+            report: Report { is_due: false, ack: config.start },
             held: Time(0),
             clock: Clock {
                 round_trip: None,
@@ -279,11 +230,12 @@ impl Worker {
         self.clock.path.stalls
     }
 
-    /// The lowest block whose result some worker may still lack, as far as Credit has shown: all workers have all results
+    /// The lowest number of a result that some worker may still lack, as far as packets have shown: all workers have all results
     /// before it.
     #[must_use]
     pub fn everywhere(&self) -> Serial {
-        Serial(self.credit.0.wrapping_sub(self.config.window - 1))
+        let together = Serial(self.credit.0.wrapping_sub(self.config.window - 1));
+        self.pull.as_ref().map_or(together, |pull| pull.everywhere)
     }
 
     /// The smoothed round trip to the node that answers first, in nanoseconds; 0 before the first measurement.
@@ -338,23 +290,40 @@ impl Worker {
             return Err(Refusal::Ack);
         }
         let bounded = self.rules.hold(Rule::Window) && self.rules.hold(Rule::Commit);
-        if bounded && self.is_newer(header.credit, self.most()) {
+        let most = if self.pull.is_some() { header.ack.plus(self.config.window - 1) } else { self.most() };
+        if bounded && self.is_newer(header.credit, most) {
             return Err(Refusal::Credit);
         }
         self.hear(now, from, &header);
-        if header.kind != Kind::Result {
-            return Ok(Received::Control);
-        }
-        self.take(now, header.seq)?;
-        let Header { seq, format, exponent, .. } = header;
-        Ok(Received::Result { seq, format, exponent, payload: packet.payload })
+        let Header { kind, seq: number, format, exponent, .. } = header;
+        let seq = match kind {
+            Kind::Pulled => {
+                self.take_pulled(now, &header)?;
+                header.aside()
+            }
+            Kind::Result if self.pull.is_none() => {
+                self.take(now, number)?;
+                number
+            }
+            Kind::Accepted if self.pull.is_some() => {
+                self.hear_pull(now, &header);
+                return self.take(now, number).map(|()| Received::Control);
+            }
+            Kind::Result | Kind::Accepted => return Err(Refusal::Kind),
+            _ => {
+                self.hear_pull(now, &header);
+                return Ok(Received::Control);
+            }
+        };
+        Ok(Received::Result { seq, number, format, exponent, payload: packet.payload })
     }
 
     /// When [`Worker::handle_timeout`] is due.
     #[must_use]
     pub fn poll_timeout(&self) -> Time {
         let Clock { scan_at, quiet_at, heartbeat_at, .. } = self.clock;
-        [scan_at, quiet_at].into_iter().flatten().fold(heartbeat_at, Time::min)
+        let pull_at = self.pull.as_ref().and_then(|pull| pull.at);
+        [scan_at, quiet_at, pull_at].into_iter().flatten().fold(heartbeat_at, Time::min)
     }
 
     /// Sends again what is late, and reports which results are here.
@@ -365,15 +334,18 @@ impl Worker {
         if self.clock.quiet_at.is_some_and(|at| at <= now) {
             self.break_silence(now);
         }
+        if self.pull.as_ref().and_then(|pull| pull.at).is_some_and(|at| at <= now) {
+            self.pull_missing(now);
+        }
         if self.clock.heartbeat_at <= now {
             self.judge_path(now);
-            self.heartbeat_due = true;
+            self.report.is_due = true;
             let busy = self.posted != self.received || self.lost != self.way.is_direct;
             let Timing { heartbeat_every, idle_every, .. } = self.config.timing;
             self.clock.heartbeat_at = now.plus(match self.clock.beats {
                 _ if busy => heartbeat_every,
                 // Others may be late, or a packet was lost that told what this worker has, or what all have.
-                beats if self.everywhere() != self.received => {
+                beats if self.everywhere() != self.taken() => {
                     self.clock.beats = (beats + 1).min(MAX_BACKOFF);
                     (heartbeat_every << beats).min(idle_every)
                 }
@@ -402,6 +374,9 @@ impl Worker {
             entry.queued = false;
             self.due.pop_front();
         }
+        if let Some(request) = self.poll_pull() {
+            return Some(request);
+        }
         let granted = !self.is_newer(self.next, self.credit) || !self.rules.hold(Rule::Credit);
         let granted = granted && now >= self.held;
         if self.congestion.has_room(self.next != self.posted && granted) {
@@ -418,11 +393,11 @@ impl Worker {
             self.listen(now);
             return Some(push);
         }
-        if std::mem::take(&mut self.heartbeat_due) {
+        if std::mem::take(&mut self.report.is_due) {
             self.clock.went_past = !self.clock.went_past && self.waits_for_acks(now);
             let past = self.way.is_direct || self.lost || self.clock.went_past;
             let to = if past { self.config.server } else { self.config.parent };
-            self.reported = self.received;
+            self.report.ack = self.taken();
             return Some(Outbound { to, header: self.upward(Kind::HeartbeatUp, Serial(0)) });
         }
         None
@@ -445,6 +420,10 @@ impl Worker {
             let mut seq = before.newest(self.received);
             while header.ack.is_newer_than(seq) {
                 self.answered(seq);
+                if self.pull.is_some() {
+                    // It is accepted, and may be known to be.
+                    let _ = self.take(now, seq);
+                }
                 seq = seq.plus(1);
             }
             // A result that is committed and has not come after the time in which packets overtake each other was lost.
@@ -467,7 +446,7 @@ impl Worker {
 
     /// The highest result that this worker can take.
     fn most(&self) -> Serial {
-        self.received.plus(self.config.window - 1)
+        self.taken().plus(self.config.window - 1)
     }
 
     /// The server has the block.
@@ -500,7 +479,7 @@ impl Worker {
         }
     }
 
-    /// Marks a result as received.
+    /// Marks a result as received, or, where results come apart, a block as accepted.
     fn take(&mut self, now: Time, seq: Serial) -> Result<(), Refusal> {
         let index = self.index(seq);
         if self.rules.hold(Rule::Deliver) {
@@ -550,10 +529,12 @@ impl Worker {
         }
         self.clock.beats = 0;
         self.listen(now);
-        if self.received.ahead_of(self.reported) >= (self.config.window / 4).max(1) as i32 {
-            self.heartbeat_due = true;
-        }
+        self.report_if_due();
         Ok(())
+    }
+
+    fn report_if_due(&mut self) {
+        self.report.is_due |= self.taken().ahead_of(self.report.ack) >= (self.config.window / 4).max(1) as i32;
     }
 
     /// The time-out of a block.
@@ -579,13 +560,13 @@ impl Worker {
     /// may be lost, this worker's Ack with it, though packets come down: nothing is in flight that would show that. Then every second
     /// heartbeat goes to the server itself. (Not all of them: from an aggregator that works, one Ack comes instead of many.)
     fn waits_for_acks(&self, now: Time) -> bool {
-        let is_missed = self.everywhere() != self.received;
+        let is_missed = self.everywhere() != self.taken();
         self.next == self.received && is_missed && now.since(self.clock.progress_at) > self.config.timing.stall_after
     }
 
     fn send(&mut self, now: Time, seq: Serial) -> Outbound {
         let header = self.upward(Kind::Push, seq);
-        self.reported = self.received;
+        self.report.ack = self.taken();
         let deadline = now.plus(self.timeout());
         let (order, index) = (self.clock.orders, self.index(seq));
         self.clock.orders += 1;
@@ -620,7 +601,7 @@ impl Worker {
             format: Format::None,
             flags,
             seq,
-            ack: self.received,
+            ack: self.taken(),
             credit: self.most(),
             exponent: 0,
             workers: self.config.name,
@@ -664,7 +645,7 @@ impl Worker {
     }
 
     pub(crate) fn heartbeat_now(&mut self) {
-        self.heartbeat_due = true;
+        self.report.is_due = true;
     }
 
     pub(crate) fn set_lost(&mut self, lost: bool) {
@@ -677,6 +658,7 @@ impl Worker {
         (self.config.epoch, self.received, self.next, self.posted, self.ack, self.credit).hash(state);
         (self.way, self.lost).hash(state);
         self.entries.iter().for_each(|entry| (entry.state, entry.route, entry.asked_above).hash(state));
+        self.pull.iter().for_each(|pull| pull.digest(state));
     }
 }
 

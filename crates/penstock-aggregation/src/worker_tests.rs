@@ -18,6 +18,7 @@ fn worker(window: u32) -> Worker {
         server: SERVER,
         ask_parent: true,
         full_to_parent: false,
+        apart: false,
         timing: Timing::default(),
     };
     Worker::new(Time(0), config)
@@ -324,7 +325,7 @@ fn a_path_that_is_back() {
     let (mut blamed, mut number) = (Vec::new(), 0);
     for now in (0..8 * SECOND).step_by(10 * MILLISECOND as usize).map(Time) {
         // The server follows what the worker says.
-        number += u64::from(worker.lost != worker.is_direct());
+        number += u32::from(worker.lost != worker.is_direct());
         let beat = |is_bypass| down(Kind::HeartbeatDown, 0, 0, 1, crate::path::state(number, is_bypass));
         if worker.lost {
             worker.handle_packet(now, SERVER, &beat(true)).unwrap();

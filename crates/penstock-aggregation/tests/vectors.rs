@@ -34,7 +34,7 @@ fn run_file(name: &str) -> usize {
         let steps = case["steps"].as_array().unwrap();
         if !steps
             .iter()
-            .any(|step| step["bytes"].is_string() && matches!(unhex(&step["bytes"]).get(3), Some(2 | 5 | 6)))
+            .any(|step| step["bytes"].is_string() && matches!(unhex(&step["bytes"]).get(3), Some(2 | 5..=9)))
         {
             run(case, true);
         }
@@ -48,7 +48,8 @@ fn run(case: &Value, results: bool) {
     for (number, step) in case["steps"].as_array().unwrap().iter().enumerate() {
         let at = format!("{}, step {number}, {}", case["name"], step["what"]);
         if step["open"].is_object() {
-            let tenant = Tenant { results, ..tenant_of(&step["open"]) };
+            let tenant = tenant_of(&step["open"]);
+            let tenant = Tenant { results: results || tenant.results, ..tenant };
             let outcome = node.open(tenant.clone());
             assert_eq!(outcome.is_err(), step["refused"].as_bool().unwrap(), "{at}: {outcome:?}");
             match outcome {
@@ -129,7 +130,11 @@ fn check_slots(node: &Aggregator, step: &Value, tenant: &Tenant, at: &str) {
             Format::Exponents => i16::MIN.to_be_bytes().repeat(length / 2),
             _ => vec![0; length],
         };
-        let block = |child: usize| (child, push(tenant, child, seq, format, exponent, &neutral));
+        let flags = slot["flags"].as_u64().unwrap_or(0) as u8;
+        let block = |child: usize| {
+            let header = Header { format, exponent, seq, flags, ..header(tenant, child) };
+            (child, [&header.encode(&neutral, tenant.key.as_ref())[..], &neutral].concat())
+        };
         let children = slot["children"].as_array().unwrap();
         let is_in = |child: usize| children.iter().any(|one| *one == child);
         for child in 0..tenant.children.len() {
@@ -238,7 +243,8 @@ fn tenant_of(open: &Value) -> Tenant {
         window: number("window") as u32,
         block_bytes: number("block_bytes") as usize,
         floats: open["floats"].as_bool().unwrap(),
-        results: false,
+        results: open["results"].as_bool().unwrap_or(false),
+        apart: open["apart"].as_bool().unwrap_or(false),
         parent: endpoint(&open["parent"]),
         server: None,
         name: children.iter().fold(0, |all, child| all | workers(child)),

@@ -350,6 +350,7 @@ mod tests {
             bucket_bytes: 1 << 20,
             wire: None,
             error_feedback: false,
+            last_first: false,
             check_finite: false,
             priority: Priority(0),
             timeout: u64::MAX,

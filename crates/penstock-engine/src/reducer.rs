@@ -12,6 +12,11 @@
 //! A bucket that is contiguous (a large gradient, or neighbours in memory) is reduced in place; others are copied together and
 //! back. If the dtype on the wire is another than the gradients', the copy converts.
 
+mod spec;
+
+use spec::check_wire;
+pub use spec::{Gradient, ReducerSpec, ReducerStats, Way};
+
 use crate::pieces::{is_one_piece, round, widen};
 use crate::{Call, Group, Ticket};
 use penstock_core::digest::digest;
@@ -24,81 +29,6 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
-
-/// A gradient's description, the same on all ranks.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Gradient {
-    /// Its name in errors.
-    pub name: String,
-    /// Number of elements.
-    pub elements: u64,
-    /// Element type.
-    pub dtype: DType,
-    /// Its shape, and where its elements lie in memory: any number that identifies both, the same on all ranks.
-    pub order: u64,
-}
-
-/// A reducer's parameters, the same on all ranks.
-#[derive(Debug)]
-pub struct ReducerSpec {
-    /// The channel for rounds. Nothing else uses it.
-    pub rounds: Group,
-    /// The channel for buckets. Nothing else uses it.
-    pub buckets: Group,
-    /// This rank in the group.
-    pub rank: u32,
-    /// The number of ranks in the group.
-    pub world: u32,
-    /// The gradients, by index.
-    pub gradients: Vec<Gradient>,
-    /// [`ReduceOp::Sum`] or [`ReduceOp::Avg`].
-    pub op: ReduceOp,
-    /// The size of a bucket: what one all-reduce carries.
-    pub bucket_bytes: u64,
-    /// Send float32 gradients as [`DType::F16`] or [`DType::BF16`]. Each rank rounds its own gradient once; each sum is
-    /// computed in float32 and rounded once. An average is divided before it is rounded, so that a sum does not overflow.
-    pub wire: Option<DType>,
-    /// Keep what rounding for the wire takes off each of this rank's gradients, and add it to the next one before that is
-    /// rounded (Seide et al. 2014, section 3; Karimireddy et al. 2019, algorithm 2). Takes four bytes an element, and has no
-    /// effect without `wire`. The rounding of sums on the way is not kept (docs/guide/compression.md).
-    pub error_feedback: bool,
-    /// Fail all ranks when a submitted gradient holds NaN or infinity, and name it. Costs one more read of the gradient.
-    pub check_finite: bool,
-    /// How urgent rounds and buckets are.
-    pub priority: Priority,
-    /// Time-out of an all-reduce, in nanoseconds.
-    pub timeout: u64,
-}
-
-/// How gradients travel. It may change between steps, on all ranks between the same two.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Way {
-    /// As [`ReducerSpec::bucket_bytes`].
-    pub bucket_bytes: u64,
-    /// As [`ReducerSpec::wire`].
-    pub wire: Option<DType>,
-    /// The algorithm of the buckets' all-reduces; `None` leaves it to the planner.
-    pub algorithm: Option<Algorithm>,
-    /// How many of the open streams to each rank are used for sending; see [`Group::retune`].
-    pub streams: usize,
-}
-
-/// Counters of a reducer.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ReducerStats {
-    /// Rounds about which gradients are ready.
-    pub rounds: u64,
-    /// Nanoseconds from the start to the end of rounds, summed: mostly waiting for the slowest rank.
-    pub round_ns: u64,
-    /// Buckets that were reduced.
-    pub buckets: u64,
-    /// Bytes of gradients that were reduced in place.
-    pub in_place_bytes: u64,
-    /// Bytes of gradients that were copied into buckets and back.
-    pub copied_bytes: u64,
-    /// Steps that have ended.
-    pub steps: u64,
-}
 
 /// All-reduces gradients as soon as all ranks have them. Any thread may call it.
 #[derive(Clone, Debug)]
@@ -114,6 +44,7 @@ struct Inner {
     op: ReduceOp,
     check_finite: bool,
     priority: Priority,
+    last_first: bool,
     timeout: u64,
     state: Mutex<State>,
 }
@@ -128,6 +59,8 @@ struct State {
     absent: Vec<bool>,
     /// Rounds and buckets that have not ended: their buffers are in use.
     running: usize,
+    /// Completes when nothing is pending.
+    agreed: Option<Ticket>,
     /// Completes when nothing is pending or running.
     flushed: Option<Ticket>,
     failed: Option<Failure>,
@@ -149,6 +82,8 @@ struct Submitted {
     address: *mut u8,
     /// Pieces that are not reduced yet.
     left: u32,
+    /// Completes when it is the submitter's again.
+    arrival: Option<Ticket>,
     _keep: Option<Box<dyn Any + Send>>,
 }
 
@@ -207,6 +142,7 @@ impl Reducer {
             submitted: (0..count).map(|_| None).collect(),
             absent: vec![false; count],
             running: 0,
+            agreed: None,
             flushed: None,
             failed: None,
             places: BTreeMap::new(),
@@ -225,6 +161,7 @@ impl Reducer {
             op: spec.op,
             check_finite: spec.check_finite,
             priority: spec.priority,
+            last_first: spec.last_first,
             timeout: spec.timeout,
             state: Mutex::new(state),
         })))
@@ -291,7 +228,7 @@ impl Reducer {
         if bytes > 0 {
             state.places.insert(start, (end, index));
         }
-        state.submitted[index as usize] = Some(Submitted { address, left: 0, _keep: keep });
+        state.submitted[index as usize] = Some(Submitted { address, left: 0, arrival: None, _keep: keep });
         drop(state);
         self.advance();
         Ok(())
@@ -325,6 +262,22 @@ impl Reducer {
         self.advance();
         self.settle();
         ticket
+    }
+
+    /// After [`Reducer::flush`]: completes when the ranks have agreed on every gradient, which may still be on their way. All
+    /// ranks' passes have ended well then, and no rank drops the step any more; it fails on all ranks or none. Does not block.
+    #[must_use]
+    pub fn agreed(&self) -> Ticket {
+        let ticket = self.lock().agreed.get_or_insert_default().clone();
+        self.settle();
+        ticket
+    }
+
+    /// Completes when a gradient is the submitter's again; `None` if it is. Does not block.
+    #[must_use]
+    pub fn arrival(&self, index: u32) -> Option<Ticket> {
+        let mut state = self.lock();
+        Some(state.submitted.get_mut(index as usize)?.as_mut()?.arrival.get_or_insert_default().clone())
     }
 
     /// Whether no rank had the gradient when it was last agreed on: its memory was not touched.
@@ -394,7 +347,7 @@ impl Reducer {
         drop(state);
         // Only one round runs at a time, so starting it outside of the lock keeps the order.
         let mut bits = bits;
-        let call = self.call(ReduceOp::BitAnd, DType::U8, bits.len() as u64, bits.as_mut_ptr());
+        let call = self.call(ReduceOp::BitAnd, DType::U8, bits.len() as u64, bits.as_mut_ptr(), self.0.priority);
         let (reducer, began) = (self.clone(), Instant::now());
         self.start(&self.0.rounds, call, move |result| {
             reducer.lock().stats.round_ns += began.elapsed().as_nanos() as u64;
@@ -494,7 +447,7 @@ impl Reducer {
             Some(buffer) => (buffer.as_mut_ptr(), buffer.len() as u64),
             None => (carrier.pieces[0], carrier.bucket.bytes()),
         };
-        let call = self.call(op, dtype, bytes, address);
+        let call = self.call(op, dtype, bytes, address, self.priority_of(&carrier.bucket));
         let (reducer, began_at) = (self.clone(), address as usize);
         self.start(&self.0.buckets, call, move |result| {
             let ends_at = carrier.buffer.as_ref().map_or(carrier.pieces[0].cast_const(), |buffer| buffer.as_ptr());
@@ -517,7 +470,15 @@ impl Reducer {
         });
     }
 
-    fn call(&self, op: ReduceOp, dtype: DType, bytes: u64, address: *mut u8) -> Call {
+    fn priority_of(&self, bucket: &Bucket) -> Priority {
+        if !self.0.last_first {
+            return self.0.priority;
+        }
+        let last = bucket.pieces.iter().map(|piece| piece.index as usize).max().unwrap_or(0);
+        Priority(self.0.priority.0.saturating_add(level(last, self.0.gradients.len())))
+    }
+
+    fn call(&self, op: ReduceOp, dtype: DType, bytes: u64, address: *mut u8, priority: Priority) -> Call {
         Call {
             collective: Collective::AllReduce,
             fingerprint: Fingerprint::new(Name::AllReduce, Some(op), dtype, None, bytes / dtype.size() as u64),
@@ -529,7 +490,7 @@ impl Reducer {
             output: address,
             tag: 0,
             coflow: 0,
-            priority: self.0.priority,
+            priority,
             hold: false,
             timeout: self.0.timeout,
             keep: None,
@@ -604,7 +565,15 @@ impl Reducer {
     /// Completes the flush when nothing is left to do for it.
     fn settle(&self) {
         let mut state = self.lock();
-        let is_idle = state.running == 0 && (state.failed.is_some() || state.readiness.is_idle());
+        let is_agreed = state.failed.is_some() || state.readiness.is_idle();
+        if let Some(ticket) = state.agreed.take_if(|_| is_agreed) {
+            let result =
+                state.failed.as_ref().or(state.dropped.as_ref()).map_or(Ok(()), |failure| Err(failure.clone()));
+            drop(state);
+            ticket.complete(result);
+            state = self.lock();
+        }
+        let is_idle = state.running == 0 && is_agreed;
         let Some(ticket) = state.flushed.take_if(|_| is_idle) else { return };
         let (withdrawn, dropped) = (std::mem::take(&mut state.withdrawn), state.dropped.take());
         if !withdrawn && dropped.is_none() {
@@ -662,6 +631,9 @@ impl State {
             if self.places.get(&start).is_some_and(|(_, place)| *place == index) {
                 self.places.remove(&start);
             }
+            if let Some(arrival) = submitted.arrival {
+                arrival.complete(self.failed.clone().map_or(Ok(()), Err));
+            }
         }
     }
 
@@ -676,21 +648,30 @@ impl State {
     }
 }
 
+/// How much less urgent a bucket is than what is no bucket, if its last gradient is this one of so many: from 1 to `LEVELS`.
+fn level(last: usize, gradients: usize) -> i32 {
+    1 + (LEVELS * (gradients - 1 - last) / gradients) as i32
+}
+
+/// How many priorities the buckets of a reducer have that sends its last gradients first.
+const LEVELS: usize = 16;
+
 fn names_of(ranks: &[u32]) -> String {
     let listed: Vec<String> = ranks.iter().map(u32::to_string).collect();
     format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, listed.join(", "))
 }
 
-fn check_wire(wire: Option<DType>, op: ReduceOp, gradients: &[Gradient]) -> Result<(), Failure> {
-    let config = |message: String| Err(Failure::of_call(FailureKind::Config, message));
-    if !matches!(wire, None | Some(DType::F16 | DType::BF16)) {
-        return config("gradients go over the wire as they are, or as float16 or bfloat16.".into());
-    }
-    for Gradient { name, dtype, .. } in gradients {
-        if !op.takes(*dtype) || (wire.is_some() && *dtype != DType::F32) {
-            let way = wire.map_or(String::new(), |wire| format!(" and sent as {wire}"));
-            return config(format!("{name} is {dtype}, which cannot be reduced with {}{way}.", op.name()));
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The last gradient is the most urgent one, and the first the least; no number of gradients leaves the levels.
+    #[test]
+    fn later_gradients_are_more_urgent() {
+        for count in [1, 2, 15, 16, 17, 1000] {
+            let levels: Vec<i32> = (0..count).map(|last| level(last, count)).collect();
+            assert!(levels.is_sorted_by(|one, next| one >= next) && levels[count - 1] == 1, "{levels:?}");
+            assert_eq!(levels[0] as usize, if count < LEVELS { 1 + LEVELS * (count - 1) / count } else { LEVELS });
         }
     }
-    Ok(())
 }

@@ -443,6 +443,47 @@ fn other_memory() {
     }
 }
 
+/// A rank is told when all ranks have agreed on all gradients, and of each when it has arrived; a gradient that was not submitted,
+/// or has arrived, is not waited for. Larger indices first or not: the same sums. After a failure nobody waits.
+#[test]
+fn told_of_each_gradient() {
+    for last_first in [false, true] {
+        let ranks = Ranks::new(2, false, &[300_000, 7, 0, 200_000], |spec| {
+            (spec.bucket_bytes, spec.last_first) = (64 << 10, last_first);
+        });
+        let mut gradients: Vec<[Vec<f32>; 4]> = (0..2)
+            .map(|rank| [300_000, 7, 0, 200_000].map(|length| (0..length).map(|at| value(rank, 1, at, 0)).collect()))
+            .collect();
+        assert!(ranks.reducers[0].arrival(0).is_none() && ranks.reducers[0].arrival(9).is_none());
+        let tickets = reduce(&ranks, &mut gradients);
+        for reducer in &ranks.reducers {
+            wait(&reducer.agreed()).expect("agreed");
+        }
+        for (reducer, gradients) in ranks.reducers.iter().zip(&gradients) {
+            for at in [3, 1, 0, 2] {
+                if let Some(arrival) = reducer.arrival(at as u32) {
+                    wait(&arrival).expect("arrived");
+                }
+                assert!(reducer.arrival(at as u32).is_none());
+                let sum = |index| value(0, 1, index, 0) + value(1, 1, index, 0);
+                assert!(gradients[at].iter().enumerate().all(|(index, got)| *got == sum(index)));
+            }
+        }
+        tickets.iter().for_each(|ticket| wait(ticket).expect("reduced"));
+        // Nothing is pending, so there is nothing to agree on.
+        wait(&ranks.reducers[0].agreed()).expect("idle");
+        let address = gradients[0][0].as_mut_ptr().cast();
+        // SAFETY: kept until the end.
+        unsafe { ranks.reducers[0].submit(0, address, 1_200_000, false, None) }.expect("submitted");
+        let waiting = [ranks.reducers[0].arrival(0).expect("pending"), ranks.reducers[0].flush()];
+        let agreed = ranks.reducers[0].agreed();
+        ranks.groups[0][0].abort("over");
+        for ticket in [&agreed, &waiting[0], &waiting[1]] {
+            wait(ticket).expect_err("the group has failed");
+        }
+    }
+}
+
 // ------------------------------------------------------------------------------------------------------------- helpers
 
 /// Every rank submits its gradients, in order. The caller keeps them until the tickets have completed.
@@ -552,6 +593,7 @@ impl Ranks {
             bucket_bytes: 1 << 20,
             wire: None,
             error_feedback: false,
+            last_first: false,
             check_finite: false,
             priority: Priority(0),
             timeout: 20_000_000_000,

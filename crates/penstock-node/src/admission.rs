@@ -36,6 +36,8 @@ pub(crate) struct Common {
     pub(crate) window: u32,
     pub(crate) block_bytes: usize,
     pub(crate) floats: bool,
+    /// Results come apart from the blocks.
+    pub(crate) apart: bool,
     pub(crate) start: u32,
 }
 
@@ -97,6 +99,8 @@ pub(crate) enum RoleJob {
         naming: Naming,
         /// How many of `nodes` are workers.
         workers: usize,
+        /// Where results come apart: the most blocks that the server holds.
+        held_blocks: Option<u32>,
     },
 }
 
@@ -109,6 +113,8 @@ struct AggregatorBody {
     block_bytes: usize,
     #[serde(default)]
     floats: bool,
+    #[serde(default)]
+    done: DoneBody,
     #[serde(default)]
     start: u32,
     parent: PlaceBody,
@@ -127,11 +133,26 @@ struct ServerBody {
     block_bytes: usize,
     #[serde(default)]
     floats: bool,
+    #[serde(default)]
+    done: DoneBody,
+    /// With `done` of buffers.
+    pending_bytes: Option<u64>,
     start: u32,
     #[serde(default)]
     names: Names,
     tree: Vec<Branch>,
     workers: Vec<String>,
+}
+
+/// What the server is done with at once.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum DoneBody {
+    /// A block: its sum is its result.
+    #[default]
+    Block,
+    /// A buffer, when the work behind it has ended.
+    Buffer,
 }
 
 /// What bitmaps name.
@@ -175,8 +196,9 @@ fn one() -> u32 {
 pub(crate) fn aggregator_job(job: u32, body: &[u8], here: SocketAddr) -> Result<Admitted, String> {
     let body: AggregatorBody =
         serde_json::from_slice(body).map_err(|error| format!("not an aggregator's job: {error}"))?;
-    let AggregatorBody { epoch, key, window, block_bytes, floats, start, parent, children, place, server } = body;
-    let common = Common { job, epoch, key: read_key(key)?, window, block_bytes, floats, start };
+    let AggregatorBody { epoch, key, window, block_bytes, floats, done, start, parent, children, place, server } = body;
+    let apart = done == DoneBody::Buffer;
+    let common = Common { job, epoch, key: read_key(key)?, window, block_bytes, floats, apart, start };
     common.check()?;
     if place.is_some() != server.is_some() {
         return Err("place and server: give both, or, where bitmaps name workers, none".into());
@@ -236,9 +258,11 @@ impl ChildBody {
 /// Parses a job for a server that listens on `here`.
 pub(crate) fn server_job(job: u32, body: &[u8], here: SocketAddr) -> Result<Admitted, String> {
     let body: ServerBody = serde_json::from_slice(body).map_err(|error| format!("not a server's job: {error}"))?;
-    let ServerBody { epoch, key, window, block_bytes, floats, start, names, tree, workers } = body;
-    let common = Common { job, epoch, key: read_key(key)?, window, block_bytes, floats, start };
+    let ServerBody { epoch, key, window, block_bytes, floats, done, pending_bytes, start, names, tree, workers } = body;
+    let apart = done == DoneBody::Buffer;
+    let common = Common { job, epoch, key: read_key(key)?, window, block_bytes, floats, apart, start };
     common.check()?;
+    let held_blocks = common.held_blocks(pending_bytes)?;
     let (naming, most) = match names {
         Names::Workers => (Naming::Workers, 64),
         Names::Children => (Naming::Children, MAX_WORKERS),
@@ -262,7 +286,7 @@ pub(crate) fn server_job(job: u32, body: &[u8], here: SocketAddr) -> Result<Admi
     if let Some(worker) = tree.workers().into_iter().find(|worker| usize::from(*worker) >= workers.len()) {
         return Err(format!("tree: worker {worker} has no address in workers"));
     }
-    Ok(book.admitted(common, RoleJob::Server { tree, naming, workers: workers.len() }))
+    Ok(book.admitted(common, RoleJob::Server { tree, naming, workers: workers.len(), held_blocks }))
 }
 
 /// The text of a child's workers, which goes into reports as it is.
@@ -292,6 +316,26 @@ fn shown(workers: &[u16]) -> String {
 }
 
 impl Common {
+    /// The most blocks that a server holds: where results come apart, as many as fit into `pending_bytes`.
+    fn held_blocks(&self, pending_bytes: Option<u64>) -> Result<Option<u32>, String> {
+        if !self.apart {
+            return match pending_bytes {
+                None => Ok(None),
+                Some(bytes) => Err(format!(
+                    "pending_bytes is {bytes}, but every block is done when it is accepted: leave it out, or say \"done\": \"buffer\""
+                )),
+            };
+        }
+        let bytes = pending_bytes.unwrap_or(PENDING_BYTES.max(u64::from(self.window) * self.block_bytes as u64));
+        match bytes / self.block_bytes as u64 {
+            blocks @ 1..=MAX_HELD => Ok(Some(blocks as u32)),
+            blocks => Err(format!(
+                "pending_bytes is {bytes}, room for {blocks} blocks of {}: 1 to {MAX_HELD} are possible",
+                self.block_bytes
+            )),
+        }
+    }
+
     fn check(&self) -> Result<(), String> {
         let Common { window, block_bytes, .. } = self;
         if !window.is_power_of_two() || *window > MAX_WINDOW {
@@ -369,6 +413,10 @@ impl Book {
 
 /// The longest text of workers in a report.
 const SHOWN_BYTES: usize = 64;
+/// What a server holds if nothing else is said: more than two of torch's buckets of gradients.
+const PENDING_BYTES: u64 = 64 << 20;
+/// Far fewer blocks than half the circle of SeqNums.
+const MAX_HELD: u64 = 1 << 24;
 /// As the protocol's limit.
 const MAX_WINDOW: u32 = 1 << 16;
 
@@ -412,7 +460,9 @@ mod tests {
         assert_eq!(job.nodes[1].place.of(6).to_string(), "10.0.0.2:202");
         let job = server(SERVER).unwrap();
         assert_eq!(shown(&job), "0 1 2 1-2");
-        let RoleJob::Server { tree, naming: Naming::Workers, workers: 3 } = &job.role else { panic!("{job:?}") };
+        let RoleJob::Server { tree, naming: Naming::Workers, workers: 3, held_blocks: None } = &job.role else {
+            panic!("{job:?}")
+        };
         assert_eq!(tree.workers(), [0, 2, 1]);
         assert_eq!(job.endpoints[&"10.0.0.9:901".parse().unwrap()], Endpoint(3));
     }

@@ -103,10 +103,10 @@ impl Control {
         let report = self.report()?;
         Some(report.jobs.iter().all(|job| {
             // A server also waits until all workers have their results.
-            let untold = job
-                .server
-                .as_ref()
-                .is_some_and(|server| server.credit.wrapping_sub(server.ack).wrapping_add(1) < job.window);
+            let untold = job.server.as_ref().is_some_and(|server| match &server.held {
+                Some(held) => held.bytes > 0,
+                None => server.credit.wrapping_sub(server.ack).wrapping_add(1) < job.window,
+            });
             job.waiting_slots == 0 && !untold
         }))
     }

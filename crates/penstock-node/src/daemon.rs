@@ -3,6 +3,7 @@
 use crate::config::human_bytes;
 use crate::control::Control;
 use crate::shard::{self, Settings};
+use crate::work::{Sums, Work};
 use crate::{Config, Role, http, proof};
 use penstock_aggregation::{Key, Limits, Shard};
 use penstock_net::datagrams::{Datagrams, SHORT_SEND_BUFFER};
@@ -81,8 +82,13 @@ struct State {
 }
 
 impl Daemon {
-    /// Binds all ports and starts all threads. When this returns, the daemon takes packets and requests.
+    /// Binds all ports and starts all threads. When this returns, the daemon takes packets and requests. A server's results are sums.
     pub fn start(config: Config) -> Result<Daemon, StartError> {
+        Daemon::start_with(config, Box::new(Sums))
+    }
+
+    /// The same, with what a server is to do with the buffers of jobs whose results come apart.
+    pub fn start_with(config: Config, work: Box<dyn Work>) -> Result<Daemon, StartError> {
         config.check().map_err(StartError::Config)?;
         let name = proof::draw_name().map_err(StartError::Machine)?;
         let (sockets, listener) = bind(&config)?;
@@ -98,11 +104,12 @@ impl Daemon {
             None => Some(Key(proof::draw().map_err(StartError::Machine)?)),
         };
         let mut handles = Vec::new();
+        let mut work = Some(work);
         for (index, socket) in (0..).zip(sockets) {
             let settings = Settings { shard: Shard { index, count: shards }, limits, drop: config.drop, receipts };
             let started = match config.role {
                 Role::Aggregator => shard::start_adding(socket, &settings),
-                Role::Server => shard::start_serving(socket, &settings),
+                Role::Server => shard::start_serving(socket, &settings, work.take().expect("a server has one shard")),
             };
             match started {
                 Ok(handle) => handles.push(handle),

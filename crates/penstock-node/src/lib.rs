@@ -8,7 +8,8 @@
 //!   GET /metrics      │    ◀─── its counters ─ shard 1 ◀──▶ Datagrams     no lock, nothing shared
 //! ```
 //! The machines of `penstock_aggregation` make all decisions about packets; a shard translates addresses into their numbers and
-//! moves bytes. Jobs and requests reach a shard through a mailbox that it reads between batches.
+//! moves bytes. Jobs and requests reach a shard through a mailbox that it reads between batches, and so do outcomes of the work behind
+//! buffers, for which a server has another thread (`work.rs`).
 
 mod admission;
 mod config;
@@ -20,8 +21,10 @@ mod options;
 mod proof;
 mod report;
 mod shard;
+mod work;
 
 pub use config::{Config, Role};
 pub use daemon::{Daemon, StartError};
 pub use options::{NodeOption, parse_address, read_secret};
 pub use proof::{PROOF_HEADER, TIME_HEADER, prove};
+pub use work::{Done, Sums, Work};

@@ -42,7 +42,19 @@ pub(crate) struct ServerReport {
     pub(crate) committed: u64,
     pub(crate) ack: u32,
     pub(crate) credit: u32,
+    /// Where results come apart.
+    pub(crate) held: Option<HeldReport>,
     pub(crate) bypassed: Vec<SocketAddr>,
+}
+
+/// What a server has accepted and still holds.
+#[derive(Clone, Debug)]
+pub(crate) struct HeldReport {
+    /// The places that are taken, in bytes, and all of them.
+    pub(crate) bytes: usize,
+    pub(crate) pending_bytes: usize,
+    /// Whole buffers that are not done.
+    pub(crate) unfinished: usize,
 }
 
 /// Counters of one node of a job.
@@ -179,6 +191,10 @@ impl Report {
                 &servers(&|server| u64::from(server.credit)),
             );
             let bypassed = servers(&|server| server.bypassed.len() as u64);
+            let held = servers(&|server| server.held.as_ref().map_or(0, |held| held.bytes as u64));
+            out.gauge("job_held_bytes", "Bytes accepted whose results not all workers have.", &held);
+            let pending = servers(&|server| server.held.as_ref().map_or(0, |held| held.pending_bytes as u64));
+            out.gauge("job_pending_bytes", "The limit of job_held_bytes.", &pending);
             out.gauge("job_bypassed_aggregators", "Aggregators that are bypassed.", &bypassed);
         }
         let refused =
@@ -251,10 +267,16 @@ impl JobReport {
         ] {
             fields.insert(name.into(), value);
         }
-        if let Some(ServerReport { committed, ack, credit, bypassed }) = &self.server {
+        if let Some(ServerReport { committed, ack, credit, held, bypassed }) = &self.server {
             fields.insert("committed".into(), json!(committed));
             fields.insert("ack".into(), json!(ack));
             fields.insert("credit".into(), json!(credit));
+            fields.insert("done".into(), json!(if held.is_some() { "buffer" } else { "block" }));
+            if let Some(HeldReport { bytes, pending_bytes, unfinished }) = held {
+                fields.insert("held_bytes".into(), json!(bytes));
+                fields.insert("pending_bytes".into(), json!(pending_bytes));
+                fields.insert("unfinished".into(), json!(unfinished));
+            }
             let bypassed: Vec<String> = bypassed.iter().map(SocketAddr::to_string).collect();
             fields.insert("bypassed".into(), json!(bypassed));
         }

@@ -11,6 +11,7 @@ mod serving;
 
 use crate::admission::{Admitted, Common, Listed};
 use crate::report::{NodeReport, Report};
+use crate::work::{self, Ended, Work};
 use adding::Adding;
 use penstock_aggregation::{Endpoint, HEADER_BYTES, Key, Limits, PacketError, Receipt, Shard, decode};
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
@@ -33,6 +34,8 @@ pub(crate) enum Command {
     Close(u32, SyncSender<()>),
     /// Report the counters.
     Report(SyncSender<Report>),
+    /// The work behind a buffer has ended.
+    Done(Ended),
     /// End the thread.
     Stop,
 }
@@ -46,20 +49,33 @@ pub(crate) enum Refused {
     Conflict(String),
 }
 
-/// A running shard, for other threads.
-pub(crate) struct Handle {
-    mailbox: Sender<Command>,
+/// The way to a shard, for other threads.
+#[derive(Clone, Debug)]
+pub(crate) struct Mailbox {
+    sender: Sender<Command>,
     wake: Arc<OwnedFd>,
+}
+
+impl Mailbox {
+    /// Sends a command. Returns false if the shard has ended.
+    pub(crate) fn send(&self, command: Command) -> bool {
+        let sent = self.sender.send(command).is_ok();
+        // A full counter wakes the thread as well.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        sent
+    }
+}
+
+/// A running shard.
+pub(crate) struct Handle {
+    mailbox: Mailbox,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Handle {
     /// Sends a command. Returns false if the shard has ended.
     pub(crate) fn send(&self, command: Command) -> bool {
-        let sent = self.mailbox.send(command).is_ok();
-        // A full counter wakes the thread as well.
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
-        sent
+        self.mailbox.send(command)
     }
 
     pub(crate) fn join(&mut self) {
@@ -83,12 +99,13 @@ pub(crate) struct Settings {
 
 /// Starts an aggregator's shard on a bound socket.
 pub(crate) fn start_adding(socket: Datagrams, settings: &Settings) -> io::Result<Handle> {
-    start(socket, settings, Adding::new(settings))
+    start(socket, settings, |_| Adding::new(settings))
 }
 
-/// Starts a server's only shard on a bound socket.
-pub(crate) fn start_serving(socket: Datagrams, settings: &Settings) -> io::Result<Handle> {
-    start(socket, settings, Serving::new(settings))
+/// Starts a server's only shard on a bound socket, and the thread that works on what it accepts.
+pub(crate) fn start_serving(socket: Datagrams, settings: &Settings, work: Box<dyn Work>) -> io::Result<Handle> {
+    let worker = work::start(work)?;
+    start(socket, settings, |mailbox| Serving::new(settings, worker, mailbox))
 }
 
 /// Starts a loop that passes on the datagrams of `from`, for measurements.
@@ -98,7 +115,7 @@ pub(crate) fn start_passing(
     from: SocketAddr,
     to: SocketAddr,
 ) -> io::Result<Handle> {
-    start(socket, settings, passing::Passing { from, to })
+    start(socket, settings, |_| passing::Passing { from, to })
 }
 
 /// What a shard's thread does with datagrams.
@@ -111,19 +128,22 @@ trait Machine: Send + 'static {
     fn send(&mut self, now: Time, socket: &mut Datagrams);
     fn open(&mut self, now: Time, job: Admitted) -> Result<(), Refused>;
     fn close(&mut self, job: u32);
+    /// The work behind a buffer has ended.
+    fn done(&mut self, _now: Time, _ended: Ended) {}
     /// The counters, except the socket's.
     fn report(&self, now: Time) -> Report;
 }
 
-fn start<M: Machine>(socket: Datagrams, settings: &Settings, machine: M) -> io::Result<Handle> {
-    let (mailbox, receiver) = channel();
+fn start<M: Machine>(socket: Datagrams, settings: &Settings, machine: impl FnOnce(Mailbox) -> M) -> io::Result<Handle> {
+    let (sender, receiver) = channel();
     let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
-    let wake_there = Arc::clone(&wake);
+    let mailbox = Mailbox { sender, wake: Arc::clone(&wake) };
+    let machine = machine(mailbox.clone());
     let index = settings.shard.index;
     let thread = std::thread::Builder::new()
         .name(format!("penstock-shard{index}"))
-        .spawn(move || run(machine, socket, &receiver, &wake_there, index))?;
-    Ok(Handle { mailbox, wake, thread: Some(thread) })
+        .spawn(move || run(machine, socket, &receiver, &wake, index))?;
+    Ok(Handle { mailbox, thread: Some(thread) })
 }
 
 fn run<M: Machine>(mut machine: M, mut socket: Datagrams, mailbox: &Receiver<Command>, wake: &OwnedFd, index: u32) {
@@ -146,6 +166,7 @@ fn run<M: Machine>(mut machine: M, mut socket: Datagrams, mailbox: &Receiver<Com
                     report.kernel_dropped = socket.kernel_dropped().unwrap_or(0);
                     let _ = answer.send(report);
                 }
+                Command::Done(ended) => machine.done(now, ended),
                 Command::Stop => return,
             }
         }

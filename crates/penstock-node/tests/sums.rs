@@ -287,6 +287,7 @@ fn two_jobs() {
         configs: Vec::new(),
         places: first.places.clone(),
         sockets: (0..two.workers).map(|_| Datagrams::bind(ANY, true, 4 << 20).unwrap()).collect(),
+        failures: Vec::new(),
     };
     second.open(&two);
     let server = second.server_at();

@@ -16,11 +16,12 @@ pub(crate) struct Reducer(penstock_engine::Reducer);
 impl Reducer {
     /// `rounds` and `buckets` are channels of the same `world` ranks that nothing else uses; `gradients` are (name, elements,
     /// dtype, number of their layout), by index, the same on all ranks. `op`: "sum" or "avg". `wire`: None, "float16" or
-    /// "bfloat16"; `error_feedback` needs one of the last two. `priority`: of rounds and buckets, as for [`Group`]s' operations.
+    /// "bfloat16"; `error_feedback` needs one of the last two. `priority`: of rounds and buckets, as for [`Group`]s' operations;
+    /// with `last_first` buckets are less urgent, those of gradients with lower indices most so.
     #[new]
     #[pyo3(signature = (
         *, rounds, buckets, rank, world, gradients, op, bucket_bytes, wire, error_feedback=false, check_finite, priority=0,
-        timeout_s
+        last_first=false, timeout_s
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -36,6 +37,7 @@ impl Reducer {
         error_feedback: bool,
         check_finite: bool,
         priority: i32,
+        last_first: bool,
         timeout_s: f64,
     ) -> PyResult<Reducer> {
         let gradients = gradients
@@ -54,6 +56,7 @@ impl Reducer {
             error_feedback,
             check_finite,
             priority: Priority(priority),
+            last_first,
             timeout: (timeout_s * 1e9) as u64,
         };
         penstock_engine::Reducer::new(spec).map(Reducer).map_err(|failure| error(py, &failure))
@@ -80,6 +83,16 @@ impl Reducer {
     /// The backward pass has ended. The ticket completes when every submitted gradient is reduced.
     fn flush(&self, py: Python<'_>) -> Ticket {
         Ticket(py.detach(|| self.0.flush()))
+    }
+
+    /// After the flush: completes when no rank drops the step any more, though gradients may still be on their way.
+    fn agreed(&self, py: Python<'_>) -> Ticket {
+        Ticket(py.detach(|| self.0.agreed()))
+    }
+
+    /// Completes when a submitted gradient is reduced; None if it is.
+    fn arrival(&self, index: u32) -> Option<Ticket> {
+        self.0.arrival(index).map(Ticket)
     }
 
     /// The backward pass has raised. The ticket completes when the next pass can begin.

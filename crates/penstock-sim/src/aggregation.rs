@@ -62,6 +62,17 @@ pub enum Fault {
     },
 }
 
+/// Servers that work on whole buffers before there is a result.
+#[derive(Clone, Copy, Debug)]
+pub struct Held {
+    /// The most blocks that a server holds.
+    pub limit: u32,
+    /// The longest time that the work behind a buffer takes, in nanoseconds.
+    pub longest: u64,
+    /// A quarter of the buffers fail.
+    pub fails: bool,
+}
+
 /// A complete description of a run.
 ///
 /// More than 16 fields: each is one parameter of `penstock simulate`, and the seed draws each by itself.
@@ -120,6 +131,8 @@ pub struct Scenario {
     /// Where blocks travel as integers, a third of the aggregators behave as switches: they add no floats, and have no way past a
     /// parent that is bypassed.
     pub switches: bool,
+    /// Results come apart from the blocks, and servers work on what they hold. `None`: a block's result is its sum, at once.
+    pub held: Option<Held>,
     /// Faults, by number of the arriving packet.
     pub faults: Vec<(u64, Fault)>,
     /// Whether to keep the last lines of what happened.
@@ -143,6 +156,8 @@ pub struct Outcome {
     pub results: u64,
     /// Of these, blocks of operations that a job's workers ended among themselves after its server was lost.
     pub fallen: u64,
+    /// Operations that failed on a worker because the work behind them failed.
+    pub failed: u64,
     /// How long it took in virtual time, in nanoseconds.
     pub time: u64,
     /// The last lines of what happened.
@@ -283,6 +298,7 @@ impl Scenario {
             timing: fixed.timing.unwrap_or(IMPATIENT),
             is_fat: fixed.is_fat,
             switches: !fixed.no_switches,
+            held: None,
             faults: Vec::new(),
             trace: false,
         };

@@ -157,6 +157,7 @@ fn quiet(shape: Shape, workers: usize) -> Scenario {
         timing: IMPATIENT,
         is_fat: false,
         switches: true,
+        held: None,
         faults: Vec::new(),
         trace: false,
     }
@@ -454,3 +455,6 @@ fn a_seed_repeats() {
     assert!(one.packets > 50 && !one.trace.is_empty());
     assert_eq!((one.packets, one.time, one.trace), (two.packets, two.time, two.trace));
 }
+
+#[path = "aggregation/pulls_tests.rs"]
+mod pulls;

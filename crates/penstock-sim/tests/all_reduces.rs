@@ -6,8 +6,8 @@
 
 use penstock_aggregation::client::{AllReduce, Core, CoreConfig, Lack, Leftover, PARENT, SERVER, Trouble, Wire};
 use penstock_aggregation::{
-    Action, Aggregator, Child, Endpoint, HEADER_BYTES, Key, Kind, Limits, Naming, Node, Serial, Server, ServerConfig,
-    Tenant, Timing, Tree, WorkerConfig, decode,
+    Action, Aggregator, Buffer, Child, Endpoint, HEADER_BYTES, Key, Kind, Limits, Naming, Node, Serial, Server,
+    ServerConfig, Tenant, Timing, Tree, WorkerConfig, decode,
 };
 use penstock_sim::network::{Event, Link, Network, NodeId, Topology};
 use penstock_sim::random::Random;
@@ -24,11 +24,26 @@ struct Shape {
     loss: f64,
     keyed: bool,
     seed: u64,
+    /// Results come apart from the blocks.
+    apart: Option<Apart>,
+}
+
+/// How servers work on what they have accepted.
+#[derive(Clone, Copy)]
+struct Apart {
+    /// The most blocks that a server holds.
+    limit: u32,
+    /// The longest time that the work behind a buffer takes.
+    longest: u64,
+    /// The server and the number of the buffer whose work fails.
+    fails: Option<(usize, usize)>,
+    /// The same of one whose work takes as long as this.
+    late: Option<(usize, usize, u64)>,
 }
 
 impl Shape {
     fn new(world: u32, wire: Wire) -> Shape {
-        Shape { world, weights: vec![1], racks: Vec::new(), wire, loss: 0.0, keyed: false, seed: 1 }
+        Shape { world, weights: vec![1], racks: Vec::new(), wire, loss: 0.0, keyed: false, seed: 1, apart: None }
     }
 
     /// The rack of a rank.
@@ -74,6 +89,9 @@ impl Shape {
     }
 }
 
+/// Work that ends at this time: the server's, and the number of its buffer.
+type Work = (Time, usize, usize, Buffer);
+
 /// All processes of a group, and the packets between them, in virtual time.
 struct Cluster {
     shape: Shape,
@@ -82,8 +100,13 @@ struct Cluster {
     servers: Vec<Option<Server>>,
     racks: Vec<Vec<Aggregator>>,
     network: Network<Vec<u8>>,
-    /// By rank: the operations that have ended.
+    /// By rank: the operations that have ended, and those that have failed.
     ended: Vec<Vec<u64>>,
+    failed: Vec<Vec<(u64, String)>>,
+    /// By server: how many buffers it has had, and those that it works on, with the time when that ends.
+    buffers: Vec<usize>,
+    work: Vec<Work>,
+    random: Random,
 }
 
 const WINDOW: u32 = 8;
@@ -107,6 +130,7 @@ impl Cluster {
                 server: SERVER,
                 ask_parent: shape.wire != Wire::Padded,
                 full_to_parent: false,
+                apart: shape.apart.is_some(),
                 timing: Timing::default(),
             };
             Core::new(Time(0), config, vec![worker; shape.weights.len()])
@@ -129,6 +153,7 @@ impl Cluster {
             tree: Tree { children },
             naming: Naming::Workers,
             stand_ins: 0,
+            held_blocks: shape.apart.map(|apart| apart.limit),
             workers: (0..shape.world).map(Endpoint).collect(),
             heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
             idle_every: ServerConfig::IDLE_EVERY,
@@ -144,6 +169,7 @@ impl Cluster {
                 block_bytes: PAYLOAD,
                 floats: shape.wire == Wire::Float,
                 results: true,
+                apart: shape.apart.is_some(),
                 parent: shape.server(),
                 server: None,
                 name: rack.iter().fold(0, |all, worker| all | 1 << worker),
@@ -160,6 +186,10 @@ impl Cluster {
             racks: (0..servers).map(|_| shape.racks.iter().map(rack).collect()).collect(),
             network: Network::new(shape.topology(), shape.seed),
             ended: vec![Vec::new(); shape.world as usize],
+            failed: vec![Vec::new(); shape.world as usize],
+            buffers: vec![0; servers],
+            work: Vec::new(),
+            random: Random::new(shape.seed ^ 0x3077),
             shape,
         }
     }
@@ -176,8 +206,34 @@ impl Cluster {
         self.network.send(self.now, flow, bytes.len() as u64, bytes);
     }
 
+    /// Servers begin to work on buffers that are whole, and end what is due.
+    fn work(&mut self) {
+        let Some(apart) = self.shape.apart else { return };
+        for server in 0..self.servers.len() {
+            while let Some(buffer) = self.servers[server].as_mut().and_then(Server::poll_work) {
+                let number = self.buffers[server];
+                self.buffers[server] += 1;
+                let drawn = self.random.below(apart.longest.max(1));
+                let late = apart.late.filter(|(at, of, _)| (*at, *of) == (server, number));
+                let at = self.now.plus(late.map_or(drawn, |(_, _, time)| time));
+                self.work.push((at, server, number, buffer));
+            }
+        }
+        let (due, later): (Vec<Work>, Vec<Work>) =
+            std::mem::take(&mut self.work).into_iter().partition(|(at, ..)| *at <= self.now);
+        self.work = later;
+        for (_, server, number, buffer) in due {
+            let fails = apart.fails == Some((server, number));
+            let outcome = if fails { Err("its disk is full".into()) } else { Ok(buffer.bytes) };
+            if let Some(machine) = &mut self.servers[server] {
+                assert!(machine.done(self.now, buffer.first, outcome), "it was worked on");
+            }
+        }
+    }
+
     /// Everything that wants to leave now does.
     fn transmit(&mut self) {
+        self.work();
         let mut buffer = [0; PAYLOAD];
         for rank in 0..self.shape.world {
             for server in 0..self.servers.len() {
@@ -188,6 +244,7 @@ impl Cluster {
                     self.send(server, to, Endpoint(rank), bytes);
                 }
             }
+            self.failed[rank as usize].extend(std::iter::from_fn(|| self.cores[rank as usize].poll_failed()));
             while let Some(op) = self.cores[rank as usize].poll_done() {
                 self.ended[rank as usize].push(op);
             }
@@ -232,8 +289,16 @@ impl Cluster {
         self.transmit();
         let cores = self.cores.iter().map(Core::poll_timeout);
         let servers = self.servers.iter().flatten().map(Server::poll_timeout);
-        let next =
-            self.network.poll_timeout().into_iter().chain(cores).chain(servers).min().expect("there are heartbeats");
+        let work = self.work.iter().map(|(at, ..)| *at);
+        let next = self
+            .network
+            .poll_timeout()
+            .into_iter()
+            .chain(cores)
+            .chain(servers)
+            .chain(work)
+            .min()
+            .expect("there are heartbeats");
         self.now = next.max(self.now);
         self.network.handle_timeout(self.now);
         while let Some(event) = self.network.poll_event() {
@@ -373,7 +438,8 @@ fn sums_are_those_of_the_definition() {
                     for keyed in [false, true] {
                         let seed = u64::from(world) * 100 + loss.to_bits() % 97;
                         let weights = weights.clone();
-                        let shape = Shape { world, weights, racks: racks.clone(), wire, loss, keyed, seed };
+                        let shape =
+                            Shape { weights, racks: racks.clone(), loss, keyed, seed, ..Shape::new(world, wire) };
                         let tensors = all_reduce(shape, &lengths, contribution);
                         for (op, &len) in lengths.iter().enumerate() {
                             let contributions: Vec<_> = (0..world).map(|rank| contribution(rank, op, len)).collect();
@@ -573,3 +639,6 @@ fn nothing_that_was_handed_out_is_lacking_elsewhere() {
     assert!(partly > 20, "only {partly} pieces were somewhere and not everywhere");
     assert!(counted > 20, "what is lacking was counted only {counted} times");
 }
+
+#[path = "all_reduces/apart.rs"]
+mod apart;

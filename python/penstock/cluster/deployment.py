@@ -12,13 +12,13 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import yaml  # type: ignore[import-untyped]
 
 from penstock import renamed
-from penstock.cluster import file, places
+from penstock.cluster import file, places, routes
 from penstock.cluster.network import Aggregator as AggregatorOfCluster
 from penstock.cluster.network import Cluster
 from penstock.cluster.network import Server as ServerOfCluster
@@ -61,6 +61,9 @@ class Server:
     address: str
     fraction: float
     tree: tuple[Aggregator, ...]
+    routes: tuple[tuple[int | str, tuple[str, ...]], ...] = ()
+    """Links of the cluster file by rank, or by an aggregator's address: the way to what it pushes to. Ranks do not need them:
+    who runs the network sets them up."""
 
     @property
     def aggregators(self) -> tuple[Aggregator, ...]:
@@ -380,7 +383,8 @@ def _read_names(fields: dict[str, Entry], folder: str) -> _Names:
 
 
 def _server(entry: Entry, names: _Names) -> Server:
-    fields = entry.mapping(required=(names.server_key,), optional=("fraction", "tree"))
+    of_names = () if names.cluster is None else ("routes",)
+    fields = entry.mapping(required=(names.server_key,), optional=("fraction", "tree", *of_names))
     fraction = 1.0
     if "fraction" in fields:
         fraction = float(
@@ -389,6 +393,8 @@ def _server(entry: Entry, names: _Names) -> Server:
     seen: set[int | str] = set()
     tree = tuple(_aggregator(child, seen, names) for child in fields["tree"].sequence()) if "tree" in fields else ()
     server = Server(names.server(fields[names.server_key]), fraction, tree)
+    if "routes" in fields:
+        server = replace(server, routes=_routes(fields["routes"], server, names))
     if any(one.switch is not None for one in server.aggregators):
         for address in (server.address, *(one.address for one in server.aggregators)):
             if address.startswith("["):
@@ -396,6 +402,50 @@ def _server(entry: Entry, names: _Names) -> Server:
                     f"{address}: a switch reads IPv4 only, so its server and all aggregators need such an address"
                 )
     return server
+
+
+def _routes(entry: Entry, server: Server, names: _Names) -> tuple[tuple[int | str, tuple[str, ...]], ...]:
+    """The links of each way that a deployment names."""
+    cluster = names.cluster
+    assert cluster is not None
+    at = {cluster.address(each): each.at for each in cluster.aggregators}
+    at |= {cluster.address(each): each.at for each in cluster.servers}
+    if names.job is None and not cluster.jobs:
+        raise entry.wrong("needs a job in the cluster file, whose ranks take the routes")
+    if names.job is None:
+        raise entry.wrong(f"choose with `job:` from {', '.join(cluster.job)} whose ranks take the routes")
+    nodes: tuple[Server | Aggregator, ...] = (server, *server.aggregators)
+    parents = {one.address: above for above in nodes for one in _aggregators_below(above)}
+    found: dict[int | str, tuple[str, ...]] = {}
+    for each in entry.sequence("- {workers: [h0], through: [leaf0, spine1]}"):
+        fields = each.mapping(required=("through",), optional=("workers", "aggregators"))
+        allowed = "the name of a switch or a link"
+        through = [name.text(allowed) for name in fields["through"].sequence("- leaf0")]
+        children: list[tuple[int | str, Entry, str, str]] = []
+        for one in fields["workers"].sequence("- h0") if "workers" in fields else ():
+            for rank in names.workers(one):
+                children.append((rank, one, names.job[rank], server.parent(rank) or server.address))
+        for one in fields["aggregators"].sequence("- a0") if "aggregators" in fields else ():
+            address = names.aggregator(one)
+            if address not in parents:
+                raise one.wrong("is not in the tree of this server")
+            children.append((address, one, at[address], parents[address].address))
+        if not children:
+            raise each.wrong("needs `workers: [...]` or `aggregators: [...]`, whose way it is")
+        for child, one, start, above in children:
+            if child in found:
+                raise one.wrong("has a route already for this server")
+            try:
+                found[child] = routes.through(cluster, start, at[above], through)
+            except LookupError as error:
+                raise fields["through"].wrong(f"is no way from {start} to {at[above]}: {error}") from None
+    return tuple(found.items())
+
+
+def _aggregators_below(above: Server | Aggregator) -> tuple[Aggregator, ...]:
+    if isinstance(above, Server):
+        return above.tree
+    return tuple(child for child in above.children if not isinstance(child, int))
 
 
 def _aggregator(entry: Entry, seen: set[int | str], names: _Names) -> Aggregator:

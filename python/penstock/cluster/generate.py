@@ -1,4 +1,4 @@
-"""Makes clusters of the usual shapes: `star`, `racks`, `leaf_spine`.
+"""Makes clusters of the usual shapes: `star`, `racks`, `leaf_spine`, `fat_tree`, `rails`; `uneven` draws their links' rates.
 
 Names are the same in all: hosts ``h0``, ``h1``, ...; hosts of aggregators ``a0``, ... and of servers ``s0``, ..., with a daemon
 of that name on each. A link has the name of its end that is further from the core. Hosts have addresses from 10.77.0.1 and
@@ -8,13 +8,15 @@ a worker on each host that is neither.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.cluster.network import Aggregator, Cluster, End, Host, Job, Link, Nic, Server, Switch
 
-__all__ = ["CORE", "MOST_HOSTS", "blocks", "leaf_spine", "racks", "star"]
+__all__ = ["CORE", "MOST_HOSTS", "blocks", "fat_tree", "leaf_spine", "racks", "rails", "star", "uneven"]
 
 
 def star(hosts: int, **link: Any) -> Cluster:
@@ -99,6 +101,113 @@ def leaf_spine(
     switches = [f"leaf{leaf}" for leaf in range(leaves)] + [f"spine{spine}" for spine in range(spines)]
     pairs = [(f"leaf{leaf}", f"spine{spine}") for leaf in range(leaves) for spine in range(spines)]
     return _cluster(at, switches, link=link, uplink=uplink or {}, more=pairs)
+
+
+def fat_tree(
+    ports: int,
+    *,
+    servers: int = 0,
+    aggregators: bool = True,
+    seed: int | None = None,
+    uplink: Mapping[str, Any] | None = None,
+    **link: Any,
+) -> Cluster:
+    """The fat-tree of switches with so many ports (Al-Fares, SIGCOMM '08): ``ports`` pods of as many edge and aggregation
+    switches, half of ``ports`` each, and (ports / 2)^2 core switches. With 6 ports 54 hosts, 18 edge, 18 aggregation and 9 core
+    switches.
+
+    Switches are ``edge0-1`` (pod, number), ``agg0-1`` and ``core0-1`` (that every ``aggP-0`` is linked to, number). Servers run
+    on hosts' places: spread evenly, or with a ``seed`` drawn at random.
+
+    Args:
+        aggregators: whether each switch has one: ``a0``, ... at the switches in the order edge, aggregation, core.
+        uplink: what links between switches have instead of ``link``.
+        link: as in `star`.
+
+    Raises:
+        ValueError: a count out of bounds; penstock.errors.Config, which is one: ``link`` contradicts itself.
+    """
+    _check(ports=(ports, 2, 24))
+    if ports % 2:
+        raise ValueError(f"ports={ports}: give an even number")
+    half = ports // 2
+    edges = [f"edge{pod}-{i}" for pod in range(ports) for i in range(half)]
+    aggs = [f"agg{pod}-{i}" for pod in range(ports) for i in range(half)]
+    cores = [f"core{group}-{i}" for group in range(half) for i in range(half)]
+    places = len(edges) * half
+    _check(servers=(servers, 0, min(places - 1, MOST_NODES)))
+    if seed is None:
+        chosen = {place * places // max(servers, 1) for place in range(servers)}
+    else:
+        chosen = set(random.Random(seed).sample(range(places), servers))
+    hosts, daemons = iter(range(places)), iter(range(servers))
+    at = {
+        f"s{next(daemons)}" if place in chosen else f"h{next(hosts)}": edges[place // half] for place in range(places)
+    }
+    pairs = [(f"edge{pod}-{i}", f"agg{pod}-{j}") for pod in range(ports) for i in range(half) for j in range(half)]
+    pairs += [(f"agg{pod}-{i}", f"core{i}-{j}") for pod in range(ports) for i in range(half) for j in range(half)]
+    made = _cluster(at, [*edges, *aggs, *cores], link=link, uplink=uplink or {}, more=pairs)
+    return _with_switches(made) if aggregators else made
+
+
+def rails(
+    hosts: int, nics: int, *, spines: int = 1, servers: int = 0, uplink: Mapping[str, Any] | None = None, **link: Any
+) -> Cluster:
+    """Hosts with several NICs, of which each is at a switch of its own, its *rail*: ``eth0`` of every host at ``rail0`` and so
+    on. Spine switches join the rails, and have the places of servers, dealt to the rails by turns. The job has a rank for every
+    NIC.
+
+    Args:
+        uplink: what the links between rails and spines have instead of ``link``.
+        link: as in `star`.
+
+    Raises:
+        ValueError: a count out of bounds; penstock.errors.Config, which is one: ``link`` contradicts itself.
+    """
+    _check(
+        hosts=(hosts, 1, MOST_NODES),
+        nics=(nics, 1, 16),
+        spines=(spines, 1, MOST_NODES),
+        servers=(servers, 0, MOST_NODES),
+    )
+    switches = [f"rail{rail}" for rail in range(nics)] + [f"spine{spine}" for spine in range(spines)]
+    pairs = [(f"rail{rail}", f"spine{spine}") for rail in range(nics) for spine in range(spines)]
+    names = [f"h{host}" for host in range(hosts)]
+    at = dict.fromkeys(names, "rail0") | {f"a{rail}": f"rail{rail}" for rail in range(nics)}
+    at |= {f"s{server}": f"rail{server % nics}" for server in range(servers)}
+    plain = _cluster(at, switches, link=link, uplink=uplink or {}, more=pairs)
+
+    def nic(name: str, rail: int) -> Nic:
+        return Nic(name=f"eth{rail}", addresses=_addresses(name) if rail == 0 else ())
+
+    with_rails = {name: Host(name=name, nics=tuple(nic(name, rail) for rail in range(nics))) for name in names}
+    own = tuple(
+        Link(name=f"{name}:eth{rail}-rail{rail}", ends=(End(name, f"eth{rail}"), End(f"rail{rail}")), **link)
+        for name in names
+        for rail in range(nics)
+    )
+    return dataclasses.replace(
+        plain,
+        hosts=tuple(with_rails.get(host.name, host) for host in plain.hosts),
+        links=(*own, *(each for each in plain.links if each.name not in with_rails)),
+        jobs=(Job(name="train", workers=tuple(name for name in names for _ in range(nics))),),
+    )
+
+
+def uneven(cluster: Cluster, low_bit_s: int, high_bit_s: int, *, seed: int) -> Cluster:
+    """This cluster with a rate of each link that is drawn at random, evenly from ``low_bit_s`` to ``high_bit_s``."""
+    rng = random.Random(seed)
+    links = tuple(dataclasses.replace(link, rate_bit_s=rng.randint(low_bit_s, high_bit_s)) for link in cluster.links)
+    return dataclasses.replace(cluster, links=links)
+
+
+def _with_switches(cluster: Cluster) -> Cluster:
+    """With an aggregator at each switch."""
+    made = tuple(
+        Aggregator(name=f"a{i}", at=switch.name, address=f"10.{77 + i // 254}.3.{i % 254 + 1}")
+        for i, switch in enumerate(cluster.switches)
+    )
+    return dataclasses.replace(cluster, aggregators=made)
 
 
 def blocks(count: int, parts: int) -> list[range]:

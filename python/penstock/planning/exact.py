@@ -5,75 +5,116 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.planning.problem import Problem
-from penstock.planning.solve import Solved, split
+from penstock.planning.solve import Solved, best_rates
+from penstock.planning.tree import Tree
 
 __all__ = ["exact"]
 
 
 def exact(problem: Problem, seconds: float = 60.0) -> tuple[Solved, bool]:
-    """The best scheme, and whether it is proven to be. With a binary variable y for each worker and way, g <= B y makes the
-    product g = r_s y exact (McCormick)."""
+    """The best scheme of one job, and whether it is proven to be. With a binary variable y for each worker, way and route, g <=
+    B y makes the product g = r_s y exact (McCormick); the same for what aggregators push on."""
     from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_array
 
-    servers, ways = len(problem.servers), len(problem.aggregators) + 1
-    of_class = [c for c, ranks in enumerate(problem.classes) for _ in ranks]
-    workers, aggregators = len(of_class), ways - 1
-    shape = (servers, workers, ways)
-    sent = servers + np.arange(servers * workers * ways).reshape(shape)
-    chosen = sent + sent.size
-    forwarded = servers + 2 * sent.size + np.arange(servers * aggregators).reshape(servers, aggregators)
-    opened = forwarded + forwarded.size
-    columns = servers + 2 * sent.size + 2 * forwarded.size
-    rows: list[np.ndarray] = []
-    low: list[float] = []
-    high: list[float] = []
+    if len(problem.jobs) > 1:
+        raise ValueError("the exact program is for one job")
+    parts, straight = len(problem.servers), problem.straight
+    of_class = [c for c, ranks in enumerate(problem.classes[0]) for _ in ranks]
+    is_whole: list[int] = [0] * parts
+    entries: list[tuple[int, int, float]] = []
+    low: list[float] = [-np.inf] * len(problem.resources)
+    high: list[float] = list(problem.room / problem.scale)
 
-    def row(entries: list[tuple[int, float]], least: float, most: float) -> None:
-        line = np.zeros(columns)
-        for column, value in entries:
-            line[column] += value
-        rows.append(line)
+    def pair() -> tuple[int, int]:
+        """A flow, and whether it is there."""
+        is_whole.extend((0, 1))
+        return len(is_whole) - 2, len(is_whole) - 1
+
+    def row(terms: list[tuple[int, float]], least: float, most: float) -> None:
+        entries.extend((len(low), column, value) for column, value in terms)
         low.append(least)
         high.append(most)
 
-    loads: list[list[tuple[int, float]]] = [[] for _ in problem.resources]
-    for s in range(servers):
-        for w, c in enumerate(of_class):
-            row([(sent[s, w, v], 1.0) for v in range(ways)] + [(s, -1.0)], 0, 0)
-            row([(chosen[s, w, v], 1.0) for v in range(ways)], 1, 1)
-            for v in range(ways):
-                row([(sent[s, w, v], 1.0), (chosen[s, w, v], -1.0)], -np.inf, 0)
-                for resource in problem.sends[s][c][v]:
-                    loads[resource].append((sent[s, w, v], 1.0))
-                if v < aggregators:
-                    row([(sent[s, w, v], 1.0), (forwarded[s, v], -1.0)], -np.inf, 0)
-                    row([(chosen[s, w, v], 1.0), (opened[s, v], -1.0)], -np.inf, 0)
-        for v in range(aggregators):
-            row([(chosen[s, w, v], 1.0) for w in range(workers)], 0, problem.most_children[v])
-            for resource in problem.forwards[s][v]:
-                loads[resource].append((forwarded[s, v], 1.0))
-        children = [(chosen[s, w, aggregators], 1.0) for w in range(workers)]
-        row(children + [(opened[s, v], 1.0) for v in range(aggregators)], 0, problem.most_children_of_server)
-    for resource, entries in enumerate(loads):
-        row(entries, 0, problem.room[resource] / problem.scale)
-    if np.isfinite(problem.most):
-        row([(s, 1.0) for s in range(servers)], 0, problem.most / problem.scale)
-    aim = np.zeros(columns)
-    aim[:servers] = -1.0
-    whole = np.zeros(columns)
-    whole[chosen], whole[opened] = 1, 1
+    def load(flow: int, s: int, way: int, leg: tuple[int, ...]) -> None:
+        intake = problem.intake_at(s, way)
+        entries.extend((resource, flow, 1.0) for resource in (*leg, *(() if intake is None else (intake,))))
+
+    # By part and worker (or aggregator): the flows by way and route.
+    workers: list[list[dict[tuple[int, int], tuple[int, int]]]] = []
+    sums: list[list[dict[tuple[int, int], tuple[int, int]]]] = []
+    for s in range(parts):
+        below: list[list[tuple[int, float]]] = [[] for _ in range(straight + 1)]
+        sums.append([])
+        for v in range(straight):
+            ways = {
+                (u, i): pair()
+                for u in (*problem.parents[s][v], straight)
+                for i in range(len(problem.legs_above(s, v, u)))
+            }
+            sums[s].append(ways)
+            for (u, i), (flow, there) in ways.items():
+                load(flow, s, u, problem.legs_above(s, v, u)[i])
+                below[u].append((there, 1.0))
+                row([(flow, 1.0), (there, -1.0)], -np.inf, 0)
+            row([(there, 1.0) for _, there in ways.values()], 0, 1)
+            row([(flow, 1.0) for flow, _ in ways.values()] + [(s, -1.0)], -np.inf, 0)
+        for v in range(straight):
+            for u in problem.parents[s][v]:
+                # What has an aggregator below pushes to the server, as fast.
+                flows = [sums[s][v][u, i] for i in range(len(problem.legs_above(s, v, u)))]
+                up = [each for (to, _), each in sums[s][u].items() if to == straight]
+                for kind in (0, 1):
+                    row([(each[kind], 1.0) for each in flows] + [(each[kind], -1.0) for each in up], -np.inf, 0)
+        workers.append([])
+        for c in of_class:
+            ways = {
+                (v, i): pair() for v in (*problem.near[s][c], straight) for i in range(len(problem.legs_of(s, c, v)))
+            }
+            workers[s].append(ways)
+            row([(flow, 1.0) for flow, _ in ways.values()] + [(s, -1.0)], 0, 0)
+            row([(there, 1.0) for _, there in ways.values()], 1, 1)
+            for (v, i), (flow, there) in ways.items():
+                load(flow, s, v, problem.legs_of(s, c, v)[i])
+                below[v].append((there, 1.0))
+                row([(flow, 1.0), (there, -1.0)], -np.inf, 0)
+            for v in problem.near[s][c]:
+                here = [each for (to, _), each in ways.items() if to == v]
+                for kind in (0, 1):
+                    row(
+                        [(each[kind], 1.0) for each in here] + [(each[kind], -1.0) for each in sums[s][v].values()],
+                        -np.inf,
+                        0,
+                    )
+        for v in range(straight + 1):
+            row(below[v], 0, problem.most_children[v] if v < straight else problem.most_children_of_server)
+    if np.isfinite(problem.most[0]):
+        row([(s, 1.0) for s in range(parts)], 0, problem.most[0] / problem.scale)
+    aim = np.zeros(len(is_whole))
+    aim[:parts] = -1.0
+    rows, columns, values = zip(*entries, strict=True)
+    matrix = coo_array((values, (rows, columns)), shape=(len(low), len(aim))).tocsr()
     found = milp(
         aim,
-        constraints=LinearConstraint(np.array(rows), low, high),
-        integrality=whole,
+        constraints=LinearConstraint(matrix, low, high),
+        integrality=is_whole,
         bounds=Bounds(0, 1),
         options={"time_limit": seconds, "mip_rel_gap": 1e-6},
     )
     if found.x is None:
         raise RuntimeError(f"HiGHS found nothing in {seconds} s: {found.message}")
-    counts = problem.all_one_way(None) * 0
-    for s in range(servers):
-        for w, c in enumerate(of_class):
-            counts[s, c, int(np.argmax(found.x[chosen[s, w]]))] += 1
-    rate, rates, _ = split(problem, problem.loads(counts))
-    return Solved(rate, rates, counts), found.status == 0
+
+    def chosen(ways: dict[tuple[int, int], tuple[int, int]]) -> tuple[int, int]:
+        return max(ways, key=lambda way: float(found.x[ways[way][1]]))
+
+    trees = []
+    for s in range(parts):
+        tree = Tree(problem, s)
+        for v, ways in enumerate(sums[s]):
+            tree.above[v], tree.route[v] = chosen(ways)
+        for c, ways in zip(of_class, workers[s], strict=True):
+            v, route = chosen(ways)
+            tree.put(c, v, route, 1)
+        trees.append(tree)
+    best = best_rates(problem, trees)
+    return Solved(best.rate, best.rates, trees, found.status != 0), found.status == 0

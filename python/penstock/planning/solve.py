@@ -1,34 +1,28 @@
-"""The solvers: a bound that no scheme can pass, and a search for a scheme that comes near.
+"""The search for a scheme that comes near the bound of `relax`.
 
-With g = r_s y and h = r_s z the paper's phase 1 (its Eq. 2) and phase 2 (Eq. 5) are one linear program (`relax`), whose value is
-the bound. The search rounds its solution at random, as the paper does (appendix B.3), and then repairs: for given ways the best
-rates are a small linear program (`split`); its shadow prices say which worker, sent another way, would relieve what is full.
+It rounds the relaxed solution at random, as the paper does (appendix B.3), and then repairs: for given ways the best rates are a
+small linear program (`split`); its shadow prices say which worker, sent another way, would relieve what is full.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from penstock.errors import Config as ConfigError
+from penstock.planning.bound import bound_of_all
+from penstock.planning.moves import Move, moves
 from penstock.planning.problem import Problem
+from penstock.planning.relax import Relaxed, relax
+from penstock.planning.scheme import Child, Places, Scheme
+from penstock.planning.split import Split, split
+from penstock.planning.starts import Ways, filled, nearest, routed, starts, within_limits
+from penstock.planning.tree import Tree
 
-__all__ = ["Relaxed", "Solved", "relax", "search", "split"]
-
-
-@dataclass(frozen=True)
-class Relaxed:
-    """The solution of the relaxed problem."""
-
-    bound: float
-    """What no `Scheme`'s rate passes, in bits a second."""
-    rates: np.ndarray
-    """By server."""
-    sent: np.ndarray
-    """By server, class and way: the rate of that class's workers together."""
+__all__ = ["Solved", "best_rates", "improved", "scheme_of", "schemes_of", "search"]
 
 
 @dataclass(frozen=True)
@@ -36,105 +30,13 @@ class Solved:
     """A scheme, in numbers of a `Problem`."""
 
     rate: float
+    """Of the slowest job."""
     rates: np.ndarray
-    """By server."""
-    counts: np.ndarray
-    """By server, class and way: how many workers."""
-
-
-def relax(problem: Problem) -> Relaxed:
-    """Solve the relaxed problem exactly.
-
-    Raises:
-        penstock.errors.Config: nothing limits a rate.
-    """
-    from scipy.optimize import linprog
-    from scipy.sparse import coo_array
-
-    servers, classes, ways = len(problem.servers), len(problem.classes), len(problem.aggregators) + 1
-    aggregators = ways - 1
-    # The variables: rates; what each class sends each way; what each aggregator forwards.
-    sent_at = servers + np.arange(servers * classes * ways).reshape(servers, classes, ways)
-    forwarded_at = servers + sent_at.size + np.arange(servers * aggregators).reshape(servers, aggregators)
-    columns = servers + sent_at.size + forwarded_at.size
-    upper = _Rows()
-    for resource in range(len(problem.resources)):
-        upper.limit(problem.room[resource])
-    for s in range(servers):
-        for v in range(aggregators):
-            for resource in problem.forwards[s][v]:
-                upper.add(resource, forwarded_at[s, v], 1.0)
-            upper.begin(0.0)
-            upper.more(forwarded_at[s, v], 1.0)
-            upper.more(s, -1.0)
-            upper.begin(0.0)
-            for c in range(classes):
-                upper.more(sent_at[s, c, v], 1.0)
-            upper.more(s, -problem.most_children[v])
-        upper.begin(0.0)
-        for c in range(classes):
-            for v in range(ways):
-                for resource in problem.sends[s][c][v]:
-                    upper.add(resource, sent_at[s, c, v], 1.0)
-                if v < aggregators:
-                    upper.begin(0.0)
-                    upper.more(sent_at[s, c, v], 1.0 / problem.count[c])
-                    upper.more(forwarded_at[s, v], -1.0)
-        upper.begin(0.0)
-        upper.more(s, -float(problem.most_children_of_server))
-        for v in range(aggregators):
-            upper.more(forwarded_at[s, v], 1.0)
-        for c in range(classes):
-            upper.more(sent_at[s, c, ways - 1], 1.0)
-    if np.isfinite(problem.most):
-        upper.begin(problem.most)
-        for s in range(servers):
-            upper.more(s, 1.0)
-    equal = _Rows()
-    for s in range(servers):
-        for c in range(classes):
-            equal.begin(0.0)
-            equal.more(s, -float(problem.count[c]))
-            for v in range(ways):
-                equal.more(sent_at[s, c, v], 1.0)
-    aim = np.zeros(columns)
-    aim[:servers] = -1.0
-    # Rates near 1 suit the solver's tolerances.
-    scale = problem.scale
-    found = linprog(
-        aim,
-        A_ub=coo_array((upper.values, (upper.rows, upper.columns)), shape=(len(upper.limits), columns)).tocsr(),
-        b_ub=np.array(upper.limits) / scale,
-        A_eq=coo_array((equal.values, (equal.rows, equal.columns)), shape=(len(equal.limits), columns)).tocsr(),
-        b_eq=np.array(equal.limits),
-        method="highs",
-    )
-    if found.status == _UNBOUNDED:
-        raise ConfigError(
-            f"nothing limits a way that {problem.job.name} can take: give its links a rate, or its server an ingress"
-        )
-    if not found.success:
-        raise RuntimeError(f"the relaxed problem has a solution, all zeros, and HiGHS says: {found.message}")
-    sent = found.x[sent_at].clip(0) * scale if sent_at.size else np.zeros(sent_at.shape)
-    return Relaxed(-found.fun * scale, found.x[:servers] * scale, sent)
-
-
-def split(problem: Problem, loads: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-    """The best rates for given ways: ``loads[s]`` is what a unit of server s's rate loads, by resource. Returns the rate of a
-    worker, the servers' rates and the shadow prices of the resources."""
-    from scipy.optimize import linprog
-
-    used = np.flatnonzero(loads.any(axis=0))
-    rows, limits = loads[:, used].T, problem.room[used] / problem.scale
-    if np.isfinite(problem.most):
-        rows = np.vstack([rows, np.ones(len(loads))])
-        limits = np.append(limits, problem.most / problem.scale)
-    found = linprog(-np.ones(len(loads)), A_ub=rows, b_ub=limits, method="highs")
-    if not found.success:
-        raise RuntimeError(f"the best rates exist, and HiGHS says: {found.message}")
-    prices = np.zeros(len(problem.resources))
-    prices[used] = -found.ineqlin.marginals[: len(used)]
-    return -found.fun * problem.scale, found.x * problem.scale, prices
+    """By part."""
+    trees: list[Tree]
+    """By part."""
+    is_out_of_time: bool
+    """Whether the time ended the search, and not that nothing better was found for long."""
 
 
 def search(
@@ -146,165 +48,277 @@ def search(
     Raises:
         penstock.errors.Config: more workers than the nodes have places for.
     """
+    start = time.monotonic()
+    until = start + seconds
     relaxed = relaxed or relax(problem)
-    until = time.monotonic() + seconds
+    if not relaxed.is_solved:
+        # At some rate the starts have to be filled.
+        guess = bound_of_all(problem, relaxed) / (len(problem.servers) / len(problem.jobs))
+        relaxed = replace(relaxed, rates=np.full(len(problem.servers), guess if np.isfinite(guess) else problem.scale))
     rng = np.random.default_rng(seed)
-    best: Solved | None = None
-    seen: set[bytes] = set()
+    search = _Search(problem, until, None)
 
     def is_over() -> bool:
-        return best is not None and (best.rate >= relaxed.bound * (1 - _NOISE) or time.monotonic() > until)
+        best = search.best
+        return best is not None and (best.split.rate >= relaxed.bound * (1 - _NOISE) or time.monotonic() > until)
 
-    def improve(counts: np.ndarray) -> bool:
-        nonlocal best
-        start = _Search(problem, counts)
-        if start.counts.tobytes() in seen:
-            return False
-        found = start.repair(until, seen)
-        if best is None or found.rate > best.rate * (1 + _NOISE):
-            best = found
-            return True
-        return False
-
-    for counts in _starts(problem, relaxed, rng, roundings):
+    found: list[list[Tree]] = []
+    for trees in starts(problem, relaxed, rng, roundings):
         if not is_over():
-            improve(counts)
-    assert best is not None
+            search.note(trees)
+            found.append(trees)
+    if not found:
+        # It says why there is none.
+        within_limits(problem, nearest(problem))
+        raise problem.no_place(0)
+    found.sort(key=lambda trees: -best_rates(problem, trees).rate)
+    for trees in found:
+        if not is_over() and (time.monotonic() - start < seconds / 2):
+            search.repair(trees)
     kicks = 0
     while kicks < _KICKS and not is_over():
-        kicks = 0 if improve(_kicked(problem, best.counts, rng)) else kicks + 1
-    return best
+        kicks = 0 if search.kick(rng) else kicks + 1
+    return search.solved()
 
 
-def _starts(problem: Problem, relaxed: Relaxed, rng: np.random.Generator, roundings: int) -> Iterator[np.ndarray]:
-    yield problem.nearest()
-    for _ in range(roundings):
-        yield rounded(problem, relaxed, rng)
-    yield problem.all_one_way(None)
-    for v in range(len(problem.aggregators)):
-        yield problem.all_one_way(v)
+def improved(
+    problem: Problem,
+    trees: Sequence[Tree],
+    *,
+    fractions: np.ndarray | None = None,
+    seed: int = 0,
+    seconds: float = 1.0,
+    kicks: int = 30,
+) -> Solved:
+    """The best scheme that changes of a given one lead to. With ``fractions``, by part, the models' split stays."""
+    until = time.monotonic() + seconds
+    rng = np.random.default_rng(seed)
+    search = _Search(problem, until, fractions)
+    search.note(list(trees))
+    search.repair(list(trees))
+    for share in (1.0, 1.1, 1.25):
+        assert search.best is not None
+        anew = filled(problem, share * search.best.split.rates, rng)
+        if anew is not None and time.monotonic() < until:
+            search.repair(anew)
+    failed = 0
+    while failed < kicks and time.monotonic() < until:
+        failed = 0 if search.kick(rng) else failed + 1
+    return search.solved()
 
 
-def _kicked(problem: Problem, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """These ways, with those of some workers' classes drawn anew: out of a place where no single change helps."""
-    counts = counts.copy()
-    servers, classes, ways = counts.shape
-    for _ in range(rng.integers(2, 5)):
-        s, c = rng.integers(servers), rng.integers(classes)
-        counts[s, c] = rng.multinomial(problem.count[c], rng.dirichlet(np.full(ways, 0.5)))
-    return counts
+def best_rates(problem: Problem, trees: Sequence[Tree], fractions: np.ndarray | None = None) -> Split:
+    """The best rates for these ways."""
+    loads = np.array([tree.loads for tree in trees])
+    return split(loads, problem.room, problem.job_of, problem.most, fractions)
 
 
-def rounded(problem: Problem, relaxed: Relaxed, rng: np.random.Generator) -> np.ndarray:
-    """One random rounding: each worker goes each way with the share of its rate that the relaxed solution sends there."""
-    servers, classes, ways = relaxed.sent.shape
-    counts = np.zeros(relaxed.sent.shape, dtype=int)
-    for s in range(servers):
-        for c in range(classes):
-            total = relaxed.sent[s, c].sum()
-            # A server without a part of the model: its workers' ways follow the other servers'.
-            shares = relaxed.sent[s, c] if total > 0 else relaxed.sent[:, c].sum(axis=0)
-            shares = shares / shares.sum() if shares.sum() > 0 else np.full(ways, 1 / ways)
-            counts[s, c] = rng.multinomial(problem.count[c], shares)
-    return counts
+def scheme_of(problem: Problem, rates: np.ndarray, trees: Sequence[Tree], *, every_route: bool = False) -> Scheme:
+    """What trees and rates mean, by names and ranks, for the only job. With ``every_route`` also routes are named that have no
+    alternative in this problem's cluster."""
+    (scheme,) = schemes_of(problem, rates, trees, every_route=every_route)
+    return scheme
+
+
+def schemes_of(
+    problem: Problem, rates: np.ndarray, trees: Sequence[Tree], *, every_route: bool = False
+) -> list[Scheme]:
+    """The same for every job."""
+    found = []
+    for job in range(len(problem.jobs)):
+        parts = np.flatnonzero(problem.job_of == job)
+        total = rates[parts].sum()
+        kept = [int(s) for s in parts if total <= 0 or rates[s] > LEAST_FRACTION * total]
+        weights = np.array([rates[s] if total > 0 else 1.0 for s in kept])
+        via: dict[str, Places] = {}
+        above: dict[str, dict[str, str]] = {}
+        routes: dict[str, dict[Child, tuple[str, ...]]] = {}
+        for s in kept:
+            server = problem.servers[s]
+            via[server], above[server], routes[server] = _of_part(problem, s, trees[s], 0 if every_route else 1)
+        fractions = {problem.servers[s]: float(w / weights.sum()) for s, w in zip(kept, weights, strict=True)}
+        found.append(
+            Scheme(fractions, via, {k: v for k, v in above.items() if v}, {k: v for k, v in routes.items() if v})
+        )
+    return found
+
+
+def _of_part(
+    problem: Problem, s: int, tree: Tree, least: int
+) -> tuple[Places, dict[str, str], dict[Child, tuple[str, ...]]]:
+    job, names = problem.job_of[s], problem.aggregators
+    workers = problem.jobs[job].workers
+    places: list[str | None] = [None] * len(workers)
+    routes: dict[Child, tuple[str, ...]] = {}
+    left = [list(ranks) for ranks in problem.classes[job]]
+    for c, v, route, many in sorted(tree.ways()):
+        start, end = problem.places[job][c], problem.node(s, v)
+        taken, left[c] = left[c][:many], left[c][many:]
+        choices = problem.routes.between(start, end)
+        for rank in taken:
+            places[rank] = names[v] if v < problem.straight else None
+            if len(choices) > least:
+                own = () if workers[rank] == start else (problem.cluster.links_of[workers[rank]][0].name,)
+                routes[rank] = (*own, *choices[route].links)
+    above = {}
+    for v in map(int, tree.used()):
+        to = int(tree.above[v])
+        if to < problem.straight:
+            above[names[v]] = names[to]
+        choices = problem.routes.between(problem.node(s, v), problem.node(s, to))
+        if len(choices) > least:
+            routes[names[v]] = choices[tree.route[v]].links
+    return tuple(places), above, routes
+
+
+@dataclass(frozen=True)
+class _State:
+    trees: list[Tree]
+    split: Split
+    crowding: float
+    """How full things are, the fullest counting most: of two schemes with one rate the better has less."""
 
 
 class _Search:
     """Ways that change one step at a time, and what they load."""
 
-    def __init__(self, problem: Problem, counts: np.ndarray) -> None:
-        self.problem, self.counts = problem, problem.within_limits(counts)
-        self.loads = problem.loads(self.counts)
+    def __init__(self, problem: Problem, until: float, fractions: np.ndarray | None) -> None:
+        self.problem, self.until, self.fractions = problem, until, fractions
+        self.best: _State | None = None
+        self.seen: set[tuple[bytes, ...]] = set()
+        self.rows: np.ndarray = np.zeros(0)
 
-    def repair(self, until: float, seen: set[bytes]) -> Solved:
-        """Change ways while that helps, but to none that were ``seen``, which grows."""
-        rate, rates, prices = split(self.problem, self.loads)
-        while time.monotonic() < until:
-            for s, moved in self._moves(rates, prices):
-                counts, loads = self.counts[s].copy(), self.loads[s].copy()
-                self.counts[s] = moved
-                if (key := self.counts.tobytes()) in seen:
-                    self.counts[s] = counts
+    def solved(self) -> Solved:
+        assert self.best is not None
+        best = self.best
+        return Solved(best.split.rate, best.split.rates, best.trees, time.monotonic() > self.until)
+
+    def kick(self, rng: np.random.Generator) -> bool:
+        """Draws some ways of the best scheme anew, out of a place where no single change helps; whether that led to a better
+        one."""
+        assert self.best is not None
+        problem = self.problem
+        if rng.random() < _REFILLED:
+            return self._refill(rng)
+        trees = [tree.copy() for tree in self.best.trees]
+        ways = [Ways(tree.counts.copy(), tree.above.copy()) for tree in trees]
+        touched = set()
+        for _ in range(rng.integers(2, 5)):
+            s = int(rng.integers(len(ways)))
+            c = int(rng.integers(len(ways[s].counts)))
+            choices = [*problem.near[s][c], problem.straight]
+            ways[s].counts[c] = 0
+            ways[s].counts[c, choices] = rng.multinomial(problem.count(s)[c], rng.dirichlet(np.full(len(choices), 0.5)))
+            touched.add(s)
+            if problem.levels > 1 and problem.straight and rng.random() < 0.5:
+                v = int(rng.integers(problem.straight))
+                ways[s].above[v] = rng.choice([*problem.parents[s][v], problem.straight])
+                nested = ways[s].above[ways[s].above < problem.straight]
+                ways[s].above[nested] = problem.straight
+        try:
+            ways = within_limits(problem, ways)
+        except ConfigError:
+            return False
+        anew = routed(problem, ways, self.best.split.rates)
+        for s in touched:
+            trees[s] = anew[s]
+        return self.repair(trees)
+
+    def _refill(self, rng: np.random.Generator) -> bool:
+        """Places some classes anew, one by one, at somewhat higher rates than now."""
+        assert self.best is not None
+        problem = self.problem
+        pairs = [(s, c) for s in range(len(problem.servers)) for c in range(len(problem.count(s)))]
+        if rng.random() < 0.5:
+            # Those of one part, or of one class in all.
+            s, c = pairs[int(rng.integers(len(pairs)))]
+            by_part = rng.random() < 0.5
+            pairs = [each for each in pairs if (each[0] == s if by_part else each[1] == c)]
+        many = int(rng.integers(1, max(2, len(pairs) // 2 + 1)))
+        chosen = [pairs[i] for i in rng.permutation(len(pairs))[:many]]
+        rates = np.maximum(self.best.split.rates, self.best.split.rates.mean() / 4) * rng.uniform(0.95, 1.2)
+        trees = filled(problem, rates, rng, self.best.trees, chosen)
+        return trees is not None and self.repair(trees)
+
+    def note(self, trees: list[Tree]) -> None:
+        """Takes a start as the best so far, if it is."""
+        state = self._state(trees)
+        if self.best is None or self._is_better(state, self.best):
+            self.best = state
+
+    def repair(self, trees: list[Tree]) -> bool:
+        """Changes ways while that helps, but to none that have been seen; whether that led to the best scheme so far."""
+        key = tuple(tree.key() for tree in trees)
+        if key in self.seen:
+            return False
+        self.seen.add(key)
+        keys = list(key)
+        state = self._state(trees)
+        while time.monotonic() < self.until:
+            for move in self._moves(state):
+                s = move.part
+                changed = state.trees[s].copy()
+                move.do(changed)
+                after_key = (*keys[:s], changed.key(), *keys[s + 1 :])
+                if after_key in self.seen or not changed.fits():
                     continue
-                seen.add(key)
-                self.loads[s] = self.problem.loads_of(s, moved)
-                after = split(self.problem, self.loads)
-                if after[0] > rate * (1 + _NOISE):
-                    rate, rates, prices = after
+                self.seen.add(after_key)
+                after = self._state([*state.trees[:s], changed, *state.trees[s + 1 :]])
+                if self._is_better(after, state):
+                    state, keys = after, list(after_key)
                     break
-                self.counts[s], self.loads[s] = counts, loads
+                if time.monotonic() > self.until:
+                    break
             else:
                 break
-        return Solved(rate, rates, self.counts)
+        if self.best is None or self._is_better(state, self.best):
+            is_faster = self.best is None or state.split.rate > self.best.split.rate * (1 + _NOISE)
+            self.best = state
+            return is_faster
+        return False
 
-    def _moves(self, rates: np.ndarray, prices: np.ndarray) -> Iterable[tuple[int, np.ndarray]]:
-        """The most promising changes of one server's ways, by what the prices say that they save; the best first."""
-        found: list[tuple[float, int, np.ndarray]] = []
-        for s in range(len(rates)):
-            weight = max(rates[s], rates.sum() / (4 * len(rates)))
-            sends, forwards = self.problem.prices(s, prices)
+    def _state(self, trees: list[Tree]) -> _State:
+        found = best_rates(self.problem, trees, self.fractions)
+        loads = np.array([tree.loads for tree in trees])
+        share = (found.rates @ loads) / np.maximum(self.problem.room, 1e-12 * self.problem.scale)
+        return _State(trees, found, float((np.minimum(share, 2.0) ** _SHARP).sum()))
 
-            def price(counts: np.ndarray, sends: np.ndarray = sends, forwards: np.ndarray = forwards) -> float:
-                return float((counts * sends).sum() + forwards[counts.sum(axis=0)[:-1] > 0].sum())
+    def _is_better(self, one: _State, other: _State) -> bool:
+        if one.split.rate > other.split.rate * (1 + _NOISE):
+            return True
+        if one.split.rate < other.split.rate * (1 - _NOISE / 10):
+            return False
+        if one.split.total > other.split.total * (1 + 1e-5):
+            return True
+        return one.split.total >= other.split.total * (1 - 1e-6) and one.crowding < other.crowding * (1 - 1e-3)
 
-            now = price(self.counts[s])
-            for moved in self._neighbours(s):
-                saved = now - price(moved)
-                if saved > 1e-12:
-                    found.append((saved * weight, s, moved))
-        found.sort(key=lambda one: -one[0])
-        return [(s, moved) for _, s, moved in found[:_TRIED]]
-
-    def _neighbours(self, s: int) -> Iterator[np.ndarray]:
-        counts = self.counts[s]
-        ways = counts.shape[1]
-        for c, v in zip(*np.nonzero(counts), strict=True):
-            for to in range(ways):
-                for many in {1, counts[c, v]} if to != v else ():
-                    moved = counts.copy()
-                    moved[c, v] -= many
-                    moved[c, to] += many
-                    if self.problem.fits(moved):
-                        yield moved
-        # An aggregator is given up, or takes over another one's workers.
-        for v in np.flatnonzero(counts.sum(axis=0)):
-            for to in range(ways):
-                if to != v and np.count_nonzero(counts[:, v]) > 1:
-                    moved = counts.copy()
-                    moved[:, to] += moved[:, v]
-                    moved[:, v] = 0
-                    if self.problem.fits(moved):
-                        yield moved
+    def _moves(self, state: _State) -> list[Move]:
+        """The most promising changes of one part's ways, by what the prices say that they save; the best first."""
+        problem, rates = self.problem, state.split.rates
+        room = np.maximum(problem.room, 1e-12 * problem.scale)
+        share = np.minimum((rates @ np.array([tree.loads for tree in state.trees])) / room, 2.0)
+        prices = state.split.prices
+        soft = share ** (_SHARP - 1) / room
+        worth, of_soft = float(prices @ room), float(soft @ room)
+        if of_soft > 0:
+            prices = prices + soft * (_SOFT * (worth or 1.0) / of_soft)
+        found: list[Move] = []
+        for s, tree in enumerate(state.trees):
+            weight = max(rates[s], rates.sum() / (4 * len(rates)), 1e-9 * problem.scale)
+            found += moves(problem, s, tree, prices, weight)
+        found.sort(key=lambda move: -move.saved)
+        return found[:_TRIED]
 
 
-class _Rows:
-    """The rows of a sparse matrix and their limits."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.columns: list[int] = []
-        self.values: list[float] = []
-        self.limits: list[float] = []
-
-    def limit(self, limit: float) -> None:
-        self.limits.append(limit)
-
-    begin = limit
-
-    def more(self, column: int, value: float) -> None:
-        self.add(len(self.limits) - 1, column, value)
-
-    def add(self, row: int, column: int, value: float) -> None:
-        self.rows.append(row)
-        self.columns.append(int(column))
-        self.values.append(value)
-
-
-# scipy's number for it.
-_UNBOUNDED = 3
 # Differences below this share are the solver's.
 _NOISE = 1e-7
 # So many kicks in a row that lead to nothing better end the search.
 _KICKS = 100
+# The share of kicks that place some classes anew one by one; the others draw ways at random.
+_REFILLED = 0.6
 # How many changes are tried before the ways count as repaired.
 _TRIED = 40
+# What is nearly full has a price, too, a share of what the full things' prices are worth: so flows leave it before it is.
+_SOFT, _SHARP = 0.05, 8
+# A smaller part of a model is not worth a server's memory and packets.
+LEAST_FRACTION = 1e-4

@@ -8,6 +8,7 @@ here, once:
 - `numbers`, `ticks`: numbers as people write them, and where ticks stand. Pure.
 - `drawing`: charts to SVG, by matplotlib. Each chart is drawn twice, for wide screens and for narrow ones, so that its text keeps
   its size; a media query of the stylesheet chooses. This is the only module that imports matplotlib (the extra ``report``).
+- `network`: a network with what its links carry, as data and as SVG. Pure.
 - `tables`: a table for the terminal and for the page, from the same texts.
 - `page`: the skeleton, and what stands in it.
 - ``style.css``: the only place that names colours. Charts refer to its variables, so that they follow light and dark mode.
@@ -17,6 +18,7 @@ printed.
 """
 
 from penstock.reports.charts import Axis, Bar, Bars, Curve, Key, Level, Lines, Panel, Part, aside, series
+from penstock.reports.network import Edge, Network, Node
 from penstock.reports.page import Card, Next, Page, Picture, Section, render
 from penstock.reports.tables import Column, Line, Table
 
@@ -27,11 +29,14 @@ __all__ = [
     "Card",
     "Column",
     "Curve",
+    "Edge",
     "Key",
     "Level",
     "Line",
     "Lines",
+    "Network",
     "Next",
+    "Node",
     "Page",
     "Panel",
     "Part",

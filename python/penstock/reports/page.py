@@ -10,7 +10,9 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock.reports import network
 from penstock.reports.charts import Bars, Lines
+from penstock.reports.network import Network
 from penstock.reports.tables import Table
 
 
@@ -20,7 +22,7 @@ class Picture:
 
     name: str
     """Of no other picture of the page."""
-    chart: Bars | Lines
+    chart: Bars | Lines | Network
     see: str
     """A sentence: what to see in it. Its numbers come from where the chart's come from."""
     how: str = ""
@@ -113,9 +115,12 @@ def _block(block: str | list[str] | Picture | Table) -> str:
 
 
 def _picture(picture: Picture) -> str:
-    from penstock.reports.drawing import both_widths
+    if isinstance(picture.chart, Network):
+        drawn = network.both_widths(picture.chart, picture.see)
+    else:
+        from penstock.reports.drawing import both_widths
 
-    drawn = both_widths(picture.chart, picture.name, picture.see)
+        drawn = both_widths(picture.chart, picture.name, picture.see)
     how = f" {_prose(picture.how)}" if picture.how else ""
     return (
         f'<figure>\n<div class="chart">\n{drawn}\n</div>\n'

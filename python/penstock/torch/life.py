@@ -6,9 +6,10 @@ live.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -19,6 +20,13 @@ from penstock.torch.sparse import SparseReductions
 from penstock.torch.staging import Side
 
 __all__ = ["Life", "alive"]
+
+
+class Settles(Protocol):
+    """What may have operations that nobody waits for."""
+
+    def settle(self) -> None:
+        """Wait until they have ended, well or not."""
 
 
 class Life:
@@ -36,6 +44,7 @@ class Life:
         self._sides: dict[torch.device, Side] = {}
         # By their ids.
         self._channels: dict[int, groups.Membership] = {}
+        self._settled: weakref.WeakSet[Settles] = weakref.WeakSet()
         self._sparse: SparseReductions | None = None
         self._options = c10d.Backend.Options("penstock", timeout) if hasattr(c10d.Backend, "Options") else None
         alive.add(self)
@@ -43,6 +52,8 @@ class Life:
     def shutdown(self) -> None:
         """Leave the group: torch calls this from destroy_process_group."""
         if self in alive:
+            for one in list(self._settled):
+                one.settle()
             alive.discard(self)
             if self._sparse is not None:
                 self._sparse.close()
@@ -56,6 +67,10 @@ class Life:
         if self in alive:
             self._member.group.abort(f"rank {self._member.job_rank} called abort()")
             self.shutdown()
+
+    def settle_before_end(self, one: Settles) -> None:
+        """Other ranks need the operations of this object, so they end before the group does."""
+        self._settled.add(one)
 
     def channel(self, name: str, *, aggregate: bool = False) -> groups.Membership:
         """Open a channel of this group, for operations that have an order of their own. Blocks until all ranks have opened it.

@@ -29,8 +29,9 @@ from penstock.errors import PenstockError
 from penstock.runtime import config, process, urgency
 from penstock.torch import backend
 from penstock.torch.gather import gatherer
-from penstock.training import checks, optimizer_steps, ownership, passes, sparse, tuning
+from penstock.training import checks, deferral, optimizer_steps, ownership, passes, sparse, tuning
 from penstock.training.broadcast import broadcast_values
+from penstock.training.deferral import Deferral
 from penstock.training.passes import BackwardPass
 from penstock.training.slots import Slots
 from penstock.training.steps import SHARED, Steps, state
@@ -67,6 +68,8 @@ class GradientReducer:
         priority: how urgent gradients are (docs/guide/priority.md): 0 the most, 255 the least. Each rank sends by its own. Sparse
             gradients have the usual one.
         broadcast: give all ranks the parameters (and a module's buffers) of rank 0 now, as DDP does.
+        optimizer: the model's, to let gradients arrive during the next step (docs/guide/gradients.md, "Steps that overlap"):
+            ``backward`` returns before they are there, and what ``step()`` does not find is stepped when it is used.
         tune: find out how gradients travel best, during the first steps of training (docs/guide/tune.md). True, or
             `penstock.tune.Options`; a `penstock.tune.Setting`, or a tuner's record or its file, to pin a choice; False. None:
             what the setting PENSTOCK_TUNE says. Rank 0's counts for all. With ``wire`` the tuner may still send gradients as they
@@ -85,15 +88,12 @@ class GradientReducer:
     these parameters makes its step outside of `no_sync`, or in `average`, with what passes under `no_sync` have left, or zeros.
 
     Blocking: the constructor until all ranks have called it, ``backward`` until its gradients are reduced.
-    Checks (PENSTOCK_CHECK, docs/guide/debugging.md): with ``nan`` every gradient is looked through before it is reduced, and
-    ``backward`` raises `penstock.errors.NotFinite` on all ranks, naming the parameter, the rank and the step. With ``mismatch``
-    it raises `penstock.errors.Diverged` where ranks hold other parameters or averages. With ``slow`` the log names the rank
-    that keeps the others waiting.
+    Checks (PENSTOCK_CHECK, docs/guide/debugging.md): with ``nan`` and ``mismatch`` ``backward`` raises
+    `penstock.errors.NotFinite` and `penstock.errors.Diverged` on all ranks; with ``slow`` the log names the rank that keeps the
+    others waiting.
     Sparse gradients: those of a module's ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True`` stay sparse. They are
-    averaged at the end of the pass, one after the other, from what all ranks have (docs/design/algorithms.md); ``wire``, the
-    tuner and the check for NaN leave them alone.
-    Memory: small gradients are copied into buckets (at most ``bucket_bytes`` more than are in flight); large ones are reduced
-    where they lie.
+    averaged at the end of the pass, one by one (docs/design/algorithms.md); ``wire``, tuner and check for NaN leave them alone.
+    Memory: small gradients are copied into buckets (at most ``bucket_bytes`` more than are in flight); large ones are not.
     """
 
     _averages_sparse = True
@@ -110,6 +110,7 @@ class GradientReducer:
         priority: int = urgency.USUAL,
         broadcast: bool = True,
         tune: tuning.Tune = None,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self._trained = trained = Trained(model, self._ignored(model), with_sparse=self._averages_sparse)
         if bucket_bytes <= 0:
@@ -117,6 +118,8 @@ class GradientReducer:
         urgency.checked(priority)
         if self._averages_itself(model):
             raise ConfigError("a DistributedDataParallel model averages its gradients itself: call ddp_hook(model)")
+        if optimizer is not None:
+            deferral.check(optimizer, trained.dense)
         trained.check_apart(lambda: [other._trained for other in list(_alive.values())])
         self._group = group
         self._backend = backend.of(group)
@@ -136,6 +139,7 @@ class GradientReducer:
                 wire=wire,
                 error_feedback=error_feedback,
                 priority=urgency.engine_priority(priority),
+                optimizer=optimizer,
             )
             self._end = weakref.finalize(self, ends.pop_all().close)
         self._end.atexit = False
@@ -153,6 +157,7 @@ class GradientReducer:
         wire: torch.dtype | None,
         error_feedback: bool,
         priority: int,
+        optimizer: torch.optim.Optimizer | None,
     ) -> None:
         """Open the channels and register the hooks. What undoes that goes to ``ends``, which refers to no part of this object."""
         trained = self._trained
@@ -162,7 +167,7 @@ class GradientReducer:
         for name in names:
             channels.append(self._backend.channel(name, aggregate=name == "buckets"))
             ends.callback(self._backend.close_channels, channels[-1:])
-        self._rounds, self._buckets = channels[:2]
+        self._buckets = channels[1]
         asked = config.read().check
         process.requests.take()
         self._slots = Slots(trained.dense, trained.names)
@@ -172,7 +177,7 @@ class GradientReducer:
         )
         wire_name = None if wire is None else str(wire).removeprefix("torch.")
         self._reducer = _core.Reducer(
-            rounds=self._rounds.group,
+            rounds=channels[0].group,
             buckets=self._buckets.group,
             rank=self._buckets.rank,
             world=self._buckets.world,
@@ -183,6 +188,7 @@ class GradientReducer:
             error_feedback=error_feedback,
             check_finite="nan" in asked,
             priority=priority,
+            last_first=optimizer is not None,
             timeout_s=self._backend.timeout_s,
         )
         self._setting = Setting(
@@ -204,6 +210,10 @@ class GradientReducer:
                 timeout_s=self._backend.timeout_s,
             )
             ends.callback(self._tuning.close)
+        self._deferral: Deferral | None = None
+        if optimizer is not None and not (asked or trained.sparse or self._tuning):
+            self._deferral = Deferral(self._reducer, trained.dense, optimizer, ends)
+            self._backend.settle_before_end(self._deferral)
         self._enabled = True
         self._pass: BackwardPass | None = None
         # Completes when the operations of a pass that raised have ended.
@@ -222,7 +232,7 @@ class GradientReducer:
             ends.callback(parameter.register_post_accumulate_grad_hook(sparse_ready).remove)
 
     def _keep(self) -> None:
-        """Let the parameters keep this object alive, and the module, which may get others; Python collects all together."""
+        # Parameters, and the module, which may get others, keep this object alive; Python collects all together.
         ownership.keep(self, self._trained.owners())
 
     @contextlib.contextmanager
@@ -250,6 +260,11 @@ class GradientReducer:
         if self._lacks_average(steps.is_stepped() or steps.passes == steps.asked, self._trained.all):
             self._average_rest()
         steps.asked = steps.passes
+
+    def wait(self) -> None:
+        """With ``optimizer``: block until all gradients have arrived and all steps are made. Raises what ``backward`` does."""
+        if self._deferral is not None:
+            self._deferral.finish()
 
     def stats(self) -> dict[str, Any]:
         """Counts since the construction: ``steps``, ``rounds`` and the seconds from their starts to their ends (``round_s``,
@@ -283,11 +298,10 @@ class GradientReducer:
         self._setting = setting
 
     def set_bucket_bytes(self, bucket_bytes: int) -> None:
-        """`apply` of the setting with another bucket size."""
+        """`apply` with another bucket size."""
         self.apply(dataclasses.replace(self.setting, bucket_bytes=bucket_bytes))
 
-    def set_unit_bytes(self, unit_bytes: int) -> None:
-        """The old name of `set_bucket_bytes`."""
+    def set_unit_bytes(self, unit_bytes: int) -> None:  # the old name
         renamed.warn("set_unit_bytes", "set_bucket_bytes")
         self.set_bucket_bytes(unit_bytes)
 
@@ -300,6 +314,8 @@ class GradientReducer:
     def close(self) -> None:
         """Remove the hooks from the model and close the channels. `destroy_process_group` does the latter, too. DDP then reduces
         its own buckets, each in one all-reduce."""
+        if self._deferral is not None:
+            self._deferral.settle()
         _alive.pop(self._number, None)
         ownership.release(self, self._trained.owners())
         self._end()
@@ -358,6 +374,7 @@ class GradientReducer:
 
     def _keeps_back(self, parameter: torch.nn.Parameter) -> None:
         """A gradient was made under no_sync. The next pass outside averages it, or the next step outside."""
+        self.wait()
         self._steps.keep(parameter)
 
     def _take_part(self) -> BackwardPass:
@@ -395,10 +412,10 @@ class GradientReducer:
             self._follow(task, ended=1)
 
     def _synchronises(self) -> bool:
-        """Whether passes that begin now are averaged."""
         return self._enabled
 
     def _begin(self) -> BackwardPass:
+        self.wait()
         if self._withdrawn is not None:
             self._withdrawn.wait()
             self._withdrawn = None
@@ -449,13 +466,15 @@ class GradientReducer:
         """Let the step become complete. From here on it cannot be withdrawn. Does not block."""
         assert self._pass is not None
         self._pass.flushed = self._reducer.flush()
-        return self._pass.flushed
+        return self._pass.flushed if self._deferral is None else self._reducer.agreed()
 
     def _finish(self) -> None:
-        """All gradients are averaged: deliver them."""
+        """All gradients are averaged, or will be: deliver them."""
         current = self._pass
         assert current is not None
         try:
+            if self._deferral is not None:
+                self._deferral.begin(current)
             averages = sparse.average(self._trained, self._group)
             self._steps.kept.clear()
             if self._checks.slow:
@@ -522,7 +541,7 @@ class GradientReducer:
             has_failed = True
         finally:
             if not has_failed:
-                self._rounds.group.abort(
+                self._buckets.group.abort(
                     f"an exception interrupted rank {self._buckets.rank} at the end of a backward pass, where it waited for "
                     "averages by which other ranks may have stepped. close() the reducer and make another one on all ranks (with "
                     "DDP wrap the module anew): they go on with rank 0's parameters. Give all ranks its optimizer's state, too"
@@ -560,7 +579,8 @@ class GradientReducer:
             for group in optimizer.param_groups:
                 if not trained.ids.issuperset(map(id, group["params"])):
                     self._check_left_out(one for one in group["params"] if one not in trained.all)
-            are_delivered = steps.are_delivered(optimizer_steps.parameters(optimizer), trained.index)
+            is_pending = self._deferral is not None and self._deferral.is_pending()
+            are_delivered = is_pending or steps.are_delivered(optimizer_steps.parameters(optimizer), trained.index)
             if self._lacks_average(
                 (stepped or 0) == steps.passes, optimizer_steps.parameters(optimizer), bool(are_delivered)
             ):
@@ -580,6 +600,8 @@ class GradientReducer:
                     f"steps (by clip_grad_norm_, for one): other ranks did. {_CALL_AVERAGE}"
                 )
         steps.stepped[optimizer] = steps.passes
+        if self._deferral is not None and self._deferral.optimizer is optimizer:
+            self._deferral.step()
 
     def _after_closure(self, optimizer: torch.optim.Optimizer, loss: Any) -> None:
         """An optimizer's closure has made the passes of its step."""
@@ -600,8 +622,7 @@ class GradientReducer:
                 )
 
     def _ignored(self, model: Any) -> set[torch.nn.Parameter]:
-        """Parameters that require a gradient and are not to be averaged."""
-        return set()
+        return set()  # parameters that are not to be averaged
 
     def _averages_itself(self, model: Any) -> bool:
         return isinstance(model, torch.nn.parallel.DistributedDataParallel)
@@ -665,23 +686,7 @@ class GradientReducer:
         return not all(self._reducer.was_absent(index) for index in range(len(self._trained.dense)))
 
     def _deliver(self, current: BackwardPass) -> None:
-        """Put the averages, which are in the tensors that were handed over, into the parameters' gradients."""
-        averages = self._steps.averages = current.states  # these gradients were averaged where they are
-        for index in current.shared:
-            averages[index] = state(current.handed[index])
-        if len(averages) == len(current.handed):
-            return
-        for index, gradient in current.handed.items():
-            if index in averages or (index in current.absent and self._reducer.was_absent(index)):
-                continue  # Where no rank has one of this pass, what an earlier one left stays.
-            parameter = self._trained.dense[index]
-            place = parameter.grad
-            if place is not gradient:
-                if place is None:
-                    parameter.grad = place = gradient
-                elif place.data_ptr() != gradient.data_ptr():
-                    place.copy_(gradient)
-            averages[index] = state(place)
+        self._steps.averages = current.deliver(self._trained.dense, self._reducer.was_absent)
 
 
 _CALL_AVERAGE = (

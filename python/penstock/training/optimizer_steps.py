@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["Stepped", "hook", "is_scaled", "parameters", "searches_line"]
+__all__ = ["Stepped", "hook", "is_scaled", "is_stepping", "parameters", "searches_line"]
 
 
 class Stepped(Protocol):
@@ -70,6 +71,11 @@ def searches_line(optimizer: torch.optim.Optimizer) -> bool:
     return any(group.get("line_search_fn") for group in optimizer.param_groups)
 
 
+def is_stepping(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this thread is within a step of an optimizer."""
+    return next(_running(optimizer), None) is not None
+
+
 def is_scaled() -> bool:
     """Whether a GradScaler makes the step that is about to begin. (It unscales gradients without a change of their version.)"""
     frame = sys._getframe()
@@ -80,15 +86,15 @@ def is_scaled() -> bool:
 
 def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
     """In a hook of an optimizer's step: whether that is called by another step of the same optimizer."""
-    steps = 0
+    return next(itertools.islice(_running(optimizer), 1, None), None) is not None
+
+
+def _running(optimizer: torch.optim.Optimizer) -> Iterator[types.FrameType]:
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer:
-            steps += 1
-            if steps > 1:
-                return True
+            yield frame
         frame = frame.f_back
-    return False
 
 
 def _followed(closure: Callable[..., Any], follow: Callable[[Any], None]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ import torch.autograd.graph
 
 from penstock import _core
 from penstock.errors import PenstockError
-from penstock.training.steps import States
+from penstock.training.steps import States, state
 
 __all__ = ["BackwardPass", "TakesPart", "at_end", "end", "is_nested"]
 
@@ -38,6 +38,32 @@ class BackwardPass:
         """The gradients that this rank does not have."""
         self.flushed: _core.Ticket | None = None
         """Completes when all gradients are averaged; None before the pass has ended."""
+
+    def deliver(self, parameters: Sequence[torch.nn.Parameter], was_absent: Callable[[int], bool]) -> States:
+        """Put the averages, which are in the tensors that were handed over, into the parameters' gradients.
+
+        Args:
+            parameters: by a gradient's index.
+            was_absent: whether no rank had a gradient.
+
+        Returns: the states of the averages.
+        """
+        averages = self.states  # these gradients were averaged where they are
+        for index in self.shared:
+            averages[index] = state(self.handed[index])
+        if len(averages) == len(self.handed):
+            return averages
+        for index, gradient in self.handed.items():
+            if index in averages or (index in self.absent and was_absent(index)):
+                continue  # Where no rank has one of this pass, what an earlier one left stays.
+            place = parameters[index].grad
+            if place is not gradient:
+                if place is None:
+                    parameters[index].grad = place = gradient
+                elif place.data_ptr() != gradient.data_ptr():
+                    place.copy_(gradient)
+            averages[index] = state(place)
+        return averages
 
 
 class TakesPart(Protocol):

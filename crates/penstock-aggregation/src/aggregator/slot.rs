@@ -1,7 +1,7 @@
 //! A slot of an aggregator, and what a packet leads to.
 
 use crate::Serial;
-use crate::packet::{Format, Header};
+use crate::packet::{Format, Header, Kind};
 use crate::rules::{Rule, Rules};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -11,24 +11,16 @@ pub(super) struct Slot {
     pub(super) format: Format,
     pub(super) exponent: i16,
     pub(super) length: u16,
-    /// The slot holds the result instead of the sum.
+    /// The slot holds the result instead of the sum, or, with results apart, that the server has accepted it.
     pub(super) is_result: bool,
-    /// The blocks are FULL.
-    pub(super) is_full: bool,
+    /// The blocks' FULL and LAST.
+    pub(super) flags: u8,
     /// Children that requested this result, as a bitmap. A second request of a child resets it.
     pub(super) asked: u64,
 }
 
-pub(super) const EMPTY: Slot = Slot {
-    tag: None,
-    have: 0,
-    format: Format::None,
-    exponent: 0,
-    length: 0,
-    is_result: false,
-    is_full: false,
-    asked: 0,
-};
+pub(super) const EMPTY: Slot =
+    Slot { tag: None, have: 0, format: Format::None, exponent: 0, length: 0, is_result: false, flags: 0, asked: 0 };
 
 impl Slot {
     /// How far a SeqNum lies ahead of the newest one here.
@@ -58,9 +50,15 @@ pub(crate) enum Decision {
     },
     /// The node itself requests the result.
     Ask {
+        kind: Kind,
         seq: Serial,
     },
     Result {
+        index: usize,
+        child: usize,
+    },
+    /// The same of a result that came apart.
+    Pulled {
         index: usize,
         child: usize,
     },

@@ -1,6 +1,7 @@
 //! Tenants: the jobs that an aggregator adds for, and why it refuses one.
 
 use super::MAX_WINDOW;
+use super::pulls::Pulls;
 use crate::packet::MAX_PAYLOAD_BYTES;
 use crate::{Endpoint, Key};
 use std::fmt;
@@ -35,6 +36,9 @@ pub struct Tenant {
     /// Keep a result in the slot of its sum, and give it to children that lost it. A switch does not: it refuses a worker's
     /// request, and the worker's next one goes to the server.
     pub results: bool,
+    /// Results come apart from the blocks. They are kept beside the slots, at the cost of another block a slot, and a slot is free when
+    /// the server has accepted its block.
+    pub apart: bool,
     /// The node that sums are sent to: another aggregator or the server.
     pub parent: Endpoint,
     /// The job's server: it takes what goes up while the parent is bypassed, and speaks for a child that is bypassed. `None`: this
@@ -61,6 +65,16 @@ impl Tenant {
     }
 
     pub(super) fn memory_bytes(&self, slots: usize) -> usize {
+        let pulls = if self.keeps_pulls() { Pulls::memory_bytes(slots, self.block_bytes) } else { 0 };
+        self.slot_bytes(slots).saturating_add(pulls)
+    }
+
+    /// Whether results have places of their own.
+    pub(super) fn keeps_pulls(&self) -> bool {
+        self.apart && self.results
+    }
+
+    pub(super) fn slot_bytes(&self, slots: usize) -> usize {
         slots.saturating_mul(self.blocks_a_slot()).saturating_mul(self.block_bytes)
     }
 

@@ -11,15 +11,24 @@
 //! **An operation ends when *all* ranks have all its results**, which Credit shows. So a result that one rank has given to its
 //! user is known on all ranks, and when a server dies, all ranks can start again from the same operation.
 //!
+//! Where results come apart from the blocks ([`WorkerConfig::apart`]), an operation's blocks at a server are a buffer of its. If the work
+//! behind one fails, that operation fails on all ranks ([`Core::poll_failed`]), and no other.
+//!
 //! `penstock-sim` runs it: whole jobs with faults in `src/aggregation_tests.rs`, everything else in `tests/all_reduces.rs`.
 
+mod leftover;
+mod posted;
 mod side;
 mod tensor;
 
 use super::layout::{HEADER_EXPONENTS, Layout, Wire, header, other_fingerprint};
-use crate::{Endpoint, Format, HEADER_BYTES, Header, Kind, Received, Refusal, Route, Serial, Worker, WorkerConfig};
+use crate::{
+    Endpoint, FLAG_LAST, Format, HEADER_BYTES, Header, Kind, Received, Refusal, Route, Serial, Worker, WorkerConfig,
+};
+pub use leftover::Leftover;
 use penstock_kernels::{ByteOrder, Exponent, Finish, block_exponent, premultiply, reduce, swap_bytes};
 use penstock_types::{DType, ReduceOp, Time};
+use posted::{Carried, Posted, What};
 use side::Side;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -130,6 +139,7 @@ pub struct Core {
     /// Operations that have not ended; the first one's number is `first`.
     ops: VecDeque<Op>,
     first: u64,
+    failed: VecDeque<(u64, String)>,
 }
 
 struct Stream {
@@ -137,8 +147,8 @@ struct Stream {
     /// The operation whose blocks are posted next.
     op: u64,
     next: Next,
-    /// What the blocks that a worker may have posted carry, by SeqNum modulo the length.
-    posted: Vec<Carried>,
+    is_apart: bool,
+    posted: Posted,
     counters: StreamCounters,
 }
 
@@ -153,20 +163,6 @@ enum Next {
         block: usize,
         part: usize,
     },
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Carried {
-    op: u64,
-    what: What,
-    sent: bool,
-}
-
-#[derive(Clone, Copy, Debug)]
-enum What {
-    Header,
-    Exponents(usize),
-    Block { block: usize, part: usize },
 }
 
 struct Op {
@@ -185,13 +181,15 @@ impl Core {
     #[must_use]
     pub fn new(now: Time, config: CoreConfig, workers: Vec<WorkerConfig>) -> Core {
         let stream = |worker: WorkerConfig| Stream {
-            posted: vec![Carried { op: 0, what: What::Header, sent: false }; 2 * worker.window as usize],
+            posted: Posted::new(worker.start),
+            is_apart: worker.apart,
             worker: Worker::new(now, worker),
             op: 0,
             next: Next::Header,
             counters: StreamCounters::default(),
         };
-        Core { streams: workers.into_iter().map(stream).collect(), ops: VecDeque::new(), first: 0, config }
+        let streams = workers.into_iter().map(stream).collect();
+        Core { streams, ops: VecDeque::new(), first: 0, failed: VecDeque::new(), config }
     }
 
     /// Bytes of a tensor of this type in a block. A server's range is cut into blocks from its start.
@@ -228,6 +226,7 @@ impl Core {
                 unagreed: 0,
                 first_piece,
                 last: None,
+                has_failed: false,
             }
         };
         let sides = pushes.iter().map(side).collect();
@@ -261,9 +260,13 @@ impl Core {
                 Ok(Err(refusal))
             }
             Ok(Received::Control) => Ok(Ok(())),
-            Ok(Received::Result { seq, format, exponent, payload }) => {
+            Ok(Received::Result { seq, format: Format::Text, number, payload, .. }) => {
+                self.fail_buffer(server, seq, number, payload);
+                Ok(Ok(()))
+            }
+            Ok(Received::Result { seq, number, format, exponent, payload }) => {
                 stream.counters.results += 1;
-                self.deliver(server, seq, format, exponent, payload).map(Ok)
+                self.deliver(server, (seq, number), format, exponent, payload).map(Ok)
             }
         }
     }
@@ -306,18 +309,18 @@ impl Core {
     pub fn poll_transmit(&mut self, now: Time, server: usize, payload: &mut [u8]) -> Option<Packet> {
         self.post(server);
         let outbound = self.streams[server].worker.poll_transmit(now)?;
-        let Header { kind, seq, .. } = outbound.header;
+        let Header { kind, seq, mut flags, .. } = outbound.header;
         let (mut format, mut exponent, mut len) = (Format::None, 0, 0);
         let stream = &mut self.streams[server];
         match kind {
             Kind::Push => {
-                let at = seq.0 as usize % stream.posted.len();
-                let carried = &mut stream.posted[at];
+                let carried = stream.posted.get_mut(seq).expect("a block without a result");
                 match std::mem::replace(&mut carried.sent, true) {
                     false => stream.counters.pushed += 1,
                     true => stream.counters.pushed_again += 1,
                 }
-                let Carried { op, what, .. } = *carried;
+                let Carried { op, what, is_last, .. } = *carried;
+                flags |= if is_last { FLAG_LAST } else { 0 };
                 let op = &self.ops[(op - self.first) as usize];
                 let shape = op.write(server, what, payload);
                 (format, exponent, len) = (shape.format, shape.exponent, shape.packet_bytes);
@@ -325,8 +328,14 @@ impl Core {
             Kind::Request => stream.counters.requested += 1,
             _ => {}
         }
-        let header = self.streams[server].worker.seal(&outbound.header, format, exponent, &payload[..len]);
+        let header = Header { flags, ..outbound.header };
+        let header = self.streams[server].worker.seal(&header, format, exponent, &payload[..len]);
         Some(Packet { to: outbound.to, seq, header, payload_bytes: len })
+    }
+
+    /// The next operation of which a server's work failed, and why, for its user. It ends in its turn all the same.
+    pub fn poll_failed(&mut self) -> Option<(u64, String)> {
+        self.failed.pop_front()
     }
 
     /// The next operation that has ended; they end in order.
@@ -359,16 +368,17 @@ impl Core {
     #[must_use]
     pub fn lacks(&self) -> Vec<Lack> {
         let Some(op) = self.ops.front() else { return Vec::new() };
-        let of = |side: &Side| {
-            let all = side.len.div_ceil(op.layout.piece_bytes());
-            let here = op.delivered[side.first_piece..][..all].iter().filter(|here| **here).count();
+        let of = |(server, side): (usize, &Side)| {
+            let pieces = op.pieces_of(server);
+            let all = pieces.len();
+            let here = op.delivered[pieces].iter().filter(|here| **here).count();
             match side.unagreed {
                 0 if here == all => Lack::Nothing,
                 0 => Lack::Pieces { left: all - here, all },
                 _ => Lack::Agreement,
             }
         };
-        op.sides.iter().map(of).collect()
+        op.sides.iter().enumerate().map(of).collect()
     }
 
     /// The first server from which nothing has come for too long.
@@ -405,26 +415,6 @@ impl Core {
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.ops.is_empty()
-    }
-
-    /// Where a fallback has to begin, as far as this rank knows: the number of its first operation that lacks a result, and
-    /// the number of operations that it was given.
-    #[must_use]
-    pub fn fallback_point(&self) -> (u64, u64) {
-        let complete = self.ops.iter().take_while(|op| op.has_all()).count() as u64;
-        (self.first + complete, self.first + self.ops.len() as u64)
-    }
-
-    /// Removes the first operation, for a fallback.
-    pub fn take_first(&mut self) -> Option<(u64, Leftover)> {
-        let op = self.ops.pop_front()?;
-        self.first += 1;
-        let pieces = op.sides.iter().flat_map(|side| {
-            let step = op.layout.piece_bytes();
-            (0..side.len.div_ceil(step)).map(move |i| (side.start + i * step, step.min(side.len - i * step)))
-        });
-        let pieces = pieces.zip(&op.delivered).map(|((start, len), here)| (start, len, *here)).collect();
-        Some((self.first - 1, Leftover { all_reduce: op.all_reduce, begun: op.begun, pieces }))
     }
 
     fn pop(&mut self) -> Option<u64> {
@@ -478,11 +468,12 @@ impl Core {
                     (What::Block { block, part }, route)
                 }
             };
-            let Some(seq) = stream.worker.post(route) else { return };
-            let at = seq.0 as usize % stream.posted.len();
-            stream.posted[at] = Carried { op: stream.op, what, sent: false };
+            if stream.worker.post(route).is_none() {
+                return;
+            }
+            let op = stream.op;
             let packets = side.blocks.div_ceil(layout.exponents_a_packet());
-            stream.next = match what {
+            let next = match what {
                 What::Header => {
                     side.unagreed += 1;
                     match layout.integers {
@@ -507,26 +498,53 @@ impl Core {
                     } else if block + 1 < side.blocks {
                         Next::Block { block: block + 1, part: 0 }
                     } else {
-                        side.last = Some(seq);
                         stream.op += 1;
                         Next::Header
                     }
                 }
             };
+            // Together with their sums results need no buffers.
+            let is_last = stream.is_apart && stream.op != op;
+            stream.posted.push(Carried { op, what, sent: false, is_last });
+            stream.next = next;
         }
+    }
+
+    /// In place of the results of a buffer comes the reason why there are none.
+    fn fail_buffer(&mut self, server: usize, first: Serial, result: Serial, why: &[u8]) {
+        let blocks = self.streams[server].posted.take_buffer(first);
+        let Some(Carried { op: number, .. }) = blocks.first().copied() else { return };
+        let op = &mut self.ops[(number - self.first) as usize];
+        let side = &mut op.sides[server];
+        side.heard_of(result);
+        side.has_failed = true;
+        let pieces = op.pieces_of(server);
+        op.undelivered -= op.delivered[pieces.clone()].iter().filter(|here| !**here).count();
+        op.delivered[pieces].fill(true);
+        let last = first.plus(blocks.len() as u32 - 1);
+        let why = String::from_utf8_lossy(why);
+        self.failed.push_back((
+            number,
+            format!(
+                "the work behind blocks {first} to {last} of operation {number} failed at server {server}, on all ranks: {why}. The tensor \
+                 has no result there; operations before and after it go on. Look at that server's log, and issue the operation again"
+            ),
+        ));
     }
 
     fn deliver(
         &mut self,
         server: usize,
-        seq: Serial,
+        (seq, result): (Serial, Serial),
         format: Format,
         exponent: i16,
         payload: &[u8],
     ) -> Result<(), Trouble> {
-        let stream = &self.streams[server];
-        let Carried { op: number, what, .. } = stream.posted[seq.0 as usize % stream.posted.len()];
+        let Some(Carried { op: number, what, .. }) = self.streams[server].posted.take(seq) else {
+            return Err(Trouble::Result(format!("a second result of block {seq}")));
+        };
         let op = &mut self.ops[(number - self.first) as usize];
+        op.sides[server].heard_of(result);
         let expected = op.shape(server, what);
         if (expected.format, expected.exponent, expected.packet_bytes) != (format, exponent, payload.len()) {
             return Err(Trouble::Result(format!(
@@ -589,34 +607,6 @@ impl Core {
     }
 }
 
-/// An operation that a fallback has to end.
-#[derive(Debug)]
-pub struct Leftover {
-    pub(super) all_reduce: AllReduce,
-    pub(super) begun: bool,
-    /// For each piece its start and length in the tensor, and whether it holds the final result.
-    pub(super) pieces: Vec<(usize, usize, bool)>,
-}
-
-impl Leftover {
-    /// The operation.
-    #[must_use]
-    pub fn all_reduce(&self) -> &AllReduce {
-        &self.all_reduce
-    }
-
-    /// For each piece of the tensor its start and length in bytes, and whether the tensor holds its result.
-    pub fn pieces(&self) -> impl Iterator<Item = (usize, usize, bool)> + '_ {
-        self.pieces.iter().copied()
-    }
-
-    /// Whether the contribution was premultiplied, if it had to be.
-    #[must_use]
-    pub fn begun(&self) -> bool {
-        self.begun
-    }
-}
-
 /// The form of a packet's block.
 struct PacketShape {
     format: Format,
@@ -629,6 +619,12 @@ struct PacketShape {
 impl Op {
     fn has_all(&self) -> bool {
         self.undelivered == 0 && self.sides.iter().all(|side| side.unagreed == 0)
+    }
+
+    /// The pieces of a server's part, by their place in `delivered`.
+    fn pieces_of(&self, server: usize) -> Range<usize> {
+        let side = &self.sides[server];
+        side.first_piece..side.first_piece + side.len.div_ceil(self.layout.piece_bytes())
     }
 
     /// The form of the packet that carries `what`.

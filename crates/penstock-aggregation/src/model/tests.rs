@@ -1,3 +1,4 @@
+use super::scope::{Apart, one_slot, scope};
 use super::*;
 
 /// With all rules, no interleaving breaks anything.
@@ -104,6 +105,70 @@ fn every_rule_is_needed() {
             Some((faults, (what, steps))) => {
                 println!("{rule:?}, {faults} faults: {what}\n  {}", steps.join("\n  "))
             }
+            None => idle.push(rule),
+        }
+    }
+    assert!(idle.is_empty(), "nothing breaks without {idle:?}");
+}
+
+/// Results apart, each block a buffer of its own unless `ends` says otherwise.
+fn apart(limit: u32, ends: u8, scope: Scope) -> Scope {
+    Scope { apart: Some(Apart { limit, ends }), ..scope }
+}
+
+/// The pull flow: no interleaving breaks anything, in whatever order buffers are done, also where their blocks fill the limit, where the
+/// work behind one never ends or fails, in the next epoch, and where a link is cut.
+#[test]
+fn every_interleaving_of_a_pull() {
+    holds(apart(2, 0b11, scope(Story::Plain, 2, 0)), 100_000);
+    holds(apart(2, 0b11, one_slot(0)), 13_000);
+    holds(apart(1, 0b11, Scope { kinds: Kinds::Packets, ..one_slot(1) }), 300_000);
+    holds(apart(3, 0b111, scope(Story::Late, 3, 0)), 360_000);
+    holds(apart(3, 0b110, scope(Story::Fails, 3, 0)), 160_000);
+    holds(apart(1, 0b1, scope(Story::Epochs, 1, 0)), 200_000);
+    holds(apart(1, 0b1, scope(Story::Cut, 1, 0)), 11_000);
+}
+
+/// Nor at depth 2, where an aggregator loses what it keeps of a result, or is bypassed.
+#[test]
+fn every_interleaving_of_a_pull_in_a_row() {
+    let row = |story, blocks, faults, kinds| Scope { shape: Shape::Row, kinds, ..scope(story, blocks, faults) };
+    holds(apart(1, 0b1, row(Story::Plain, 1, 1, Kinds::Packets)), 61_000);
+    holds(apart(1, 0b1, row(Story::Cut, 1, 0, Kinds::All)), 840_000);
+    holds(apart(1, 0b1, row(Story::CutAbove, 1, 0, Kinds::All)), 82_000);
+    holds(apart(1, 0b1, row(Story::AllDead, 1, 0, Kinds::All)), 173_000);
+}
+
+/// Nor with more of everything.
+#[test]
+#[ignore = "takes ten minutes; for changes of a rule"]
+fn more_of_a_pull() {
+    holds(apart(3, 0b101, scope(Story::Plain, 3, 0)), 6_100_000);
+    holds(apart(2, 0b11, Scope { kinds: Kinds::Packets, ..scope(Story::Plain, 2, 1) }), 17_000_000);
+    holds(apart(2, 0b101, Scope { kinds: Kinds::Losses, ..scope(Story::Plain, 3, 1) }), 84_000_000);
+}
+
+/// Without any one of the rules that the pull flow has, some interleaving of it breaks.
+#[test]
+fn every_rule_of_a_pull_is_needed() {
+    use Rule::*;
+    let mut idle = Vec::new();
+    for rule in [Heart, Epoch, Serial, Answer, Request, Deliver, Limit, Room] {
+        let scopes = match rule {
+            Epoch => vec![apart(1, 0b1, scope(Story::Epochs, 1, 0))],
+            // More results than the window has places.
+            Room => vec![apart(3, 0b11, one_slot(0)), apart(3, 0b11, Scope { kinds: Kinds::Packets, ..one_slot(1) })],
+            _ => vec![
+                apart(1, 0b11, one_slot(0)),
+                apart(1, 0b11, Scope { kinds: Kinds::Packets, ..one_slot(1) }),
+                apart(2, 0b11, Scope { kinds: Kinds::Packets, ..one_slot(2) }),
+            ],
+        };
+        let broken = scopes.into_iter().find_map(|scope| {
+            explore(Scope { rules: Rules { without: Some(rule) }, ..scope }).broken.map(|broken| (scope.faults, broken))
+        });
+        match broken {
+            Some((faults, (what, steps))) => println!("{rule:?}, {faults} faults: {what}\n  {}", steps.join("\n  ")),
             None => idle.push(rule),
         }
     }

@@ -23,44 +23,15 @@ use crate::aggregator::{Child, Decision, Shard, Table, Tenant};
 use crate::hops::Hops;
 use crate::packet::{FLAG_FULL, Kind, Packet};
 use crate::rules::{Refusal, Rule};
-use crate::tree::Node;
 use crate::{Endpoint, Serial};
 use penstock_types::Time;
 use std::collections::VecDeque;
-
-impl ServerConfig {
-    /// The most bytes that a server takes: blocks of its children and their sums, the largest tables with which it may have to stand
-    /// in, and for each node what it knows of it. Lists of nodes that wait for results are not counted.
-    #[must_use]
-    pub fn memory_bytes(&self) -> usize {
-        fn walk(children: &[Node], full: &mut Vec<usize>, others: &mut Vec<usize>) {
-            for node in children {
-                if let Node::Aggregator { is_full, children, .. } = node {
-                    if *is_full { &mut *full } else { &mut *others }.push(children.len());
-                    walk(children, full, others);
-                }
-            }
-        }
-        let (mut full, mut others) = (Vec::new(), Vec::new());
-        walk(&self.tree.children, &mut full, &mut others);
-        let nodes = (self.workers.len() + full.len() + others.len()).saturating_mul(NODE_BYTES);
-        full.sort_unstable_by(|a, b| b.cmp(a));
-        let tables = others.iter().chain(full.iter().take(self.stand_ins));
-        let bytes = |children: usize| Table::server_bytes(self.window, self.block_bytes, children);
-        let slots = (self.window as usize).saturating_mul(size_of::<super::Slot>() + size_of::<super::Recovery>());
-        let own = bytes(self.tree.children.len()).saturating_add(slots).saturating_add(nodes);
-        tables.fold(own, |all, table| all.saturating_add(bytes(*table)))
-    }
-}
-
-/// What a server and its daemon keep of a node: its addresses (up to 16), its place in the tree, what was heard of it.
-const NODE_BYTES: usize = 4096;
 
 /// The paths of a job.
 #[derive(Clone, Debug)]
 pub(super) struct Paths {
     /// Counts the states: each time that an aggregator is bypassed, or is not any more.
-    pub(super) number: u64,
+    pub(super) number: u32,
     /// By hop, without the server's own.
     hops: Vec<Standing>,
     /// Sums (and, without a SeqNum, heartbeats) of tables whose parents live, to be sent to these.
@@ -92,6 +63,7 @@ impl Paths {
                 block_bytes: config.block_bytes,
                 floats: true,
                 results: false,
+                apart: config.held_blocks.is_some(),
                 parent: hop.endpoint,
                 server: None,
                 name: hops.kid(hop.parent).name,

@@ -128,6 +128,7 @@ impl Driver {
             // Packets of one length are for switches, which keep no results and add no floats.
             ask_parent: spec.wire != Wire::Padded,
             full_to_parent: server.parent.is_some() && spec.wire != Wire::Padded,
+            apart: false,
             timing: Timing::default(),
         };
         let config = CoreConfig { world: spec.world, wire: spec.wire, payload_bytes: spec.payload_bytes };

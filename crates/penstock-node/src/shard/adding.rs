@@ -218,6 +218,7 @@ impl Machine for Adding {
             block_bytes: common.block_bytes,
             floats: common.floats,
             results: true,
+            apart: common.apart,
             parent: Endpoint(0),
             server,
             name: *name,
@@ -249,7 +250,7 @@ impl Machine for Adding {
         let jobs = self.jobs.values().map(|open| {
             let common = &open.job.common;
             let slots = (common.window / self.shard.count).max(1) as usize;
-            let blocks = if common.floats { open.children + 1 } else { 1 };
+            let blocks = usize::from(common.apart) + if common.floats { open.children + 1 } else { 1 };
             JobReport {
                 job: common.job,
                 epoch: common.epoch,

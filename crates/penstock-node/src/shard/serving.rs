@@ -1,18 +1,23 @@
 //! A server's shard.
 
-use super::{Door, Known, Loss, Machine, Refused, Settings, UNAUTHENTICATED, job_of};
-use crate::admission::{Admitted, RoleJob};
-use crate::report::{JobReport, Report, ServerReport};
+use super::{Command, Door, Known, Loss, Machine, Mailbox, Refused, Settings, UNAUTHENTICATED, job_of};
+use crate::admission::{Admitted, Common, RoleJob};
+use crate::report::{HeldReport, JobReport, Report, ServerReport};
+use crate::work::{Done, Ended};
 use penstock_aggregation::{
-    Endpoint, HEADER_BYTES, Limits, Receipt, Refusal, Serial, Server, ServerConfig, Transmit, decode,
+    Buffer, Endpoint, HEADER_BYTES, Limits, Receipt, Refusal, Serial, Server, ServerConfig, Transmit, decode,
 };
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
 use penstock_types::Time;
 use std::collections::HashMap;
 use std::net::SocketAddr;
+use std::sync::mpsc::Sender;
 
 pub(super) struct Serving {
     limits: Limits,
+    /// Who works on buffers, and where the outcome is to go.
+    worker: Sender<(Buffer, Done)>,
+    mailbox: Mailbox,
     jobs: HashMap<u32, Open>,
     unauthenticated: [u64; Refusal::COUNT],
     loss: Loss,
@@ -35,9 +40,11 @@ struct Open {
 }
 
 impl Serving {
-    pub(super) fn new(settings: &Settings) -> Serving {
+    pub(super) fn new(settings: &Settings, worker: Sender<(Buffer, Done)>, mailbox: Mailbox) -> Serving {
         Serving {
             limits: settings.limits,
+            worker,
+            mailbox,
             jobs: HashMap::new(),
             unauthenticated: [0; Refusal::COUNT],
             loss: Loss::new(settings.drop, settings.shard),
@@ -128,6 +135,17 @@ impl Machine for Serving {
                 open.server.handle_timeout(now);
                 open.stirred = true;
             }
+            while let Some(buffer) = open.server.poll_work() {
+                let Common { job, epoch, .. } = open.job.common;
+                let mailbox = self.mailbox.clone();
+                // A daemon that has ended needs no outcome.
+                let back = move |ended| {
+                    mailbox.send(Command::Done(ended));
+                };
+                let done = Done::new(job, epoch, buffer.first, back);
+                // If its thread has ended, `done` is dropped, and says so.
+                let _ = self.worker.send((buffer, done));
+            }
             while open.stirred && !socket.is_blocked() {
                 match open.server.poll_transmit() {
                     Some(Transmit { to, header, payload }) => {
@@ -147,8 +165,8 @@ impl Machine for Serving {
 
     fn open(&mut self, now: Time, job: Admitted) -> Result<(), Refused> {
         let common = &job.common;
-        let RoleJob::Server { tree, naming, workers } = &job.role else { panic!("a server's job") };
-        let (tree, naming, workers) = (tree.clone(), *naming, *workers);
+        let RoleJob::Server { tree, naming, workers, held_blocks } = &job.role else { panic!("a server's job") };
+        let (tree, naming, workers, held_blocks) = (tree.clone(), *naming, *workers, *held_blocks);
         let slots = common.window as usize;
         let config = ServerConfig {
             job: common.job,
@@ -160,6 +178,7 @@ impl Machine for Serving {
             tree,
             naming,
             stand_ins: ServerConfig::STAND_INS,
+            held_blocks,
             workers: (0..workers as u32).map(Endpoint).collect(),
             heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
             idle_every: ServerConfig::IDLE_EVERY,
@@ -177,8 +196,8 @@ impl Machine for Serving {
         let free = self.limits.memory_bytes.saturating_sub(others().map(|open| open.memory_bytes).sum());
         if memory_bytes > free {
             return conflict(format!(
-                "{memory_bytes} bytes are needed, {free} are free: use a smaller window or smaller blocks, or give the server more \
-                 --memory"
+                "{memory_bytes} bytes are needed, {free} are free: use a smaller window, smaller blocks or smaller pending_bytes, or \
+                 give the server more --memory"
             ));
         }
         // The epoch before is removed first, so that both never need memory together.
@@ -200,6 +219,13 @@ impl Machine for Serving {
 
     fn close(&mut self, job: u32) {
         self.jobs.remove(&job);
+    }
+
+    fn done(&mut self, now: Time, Ended { job, epoch, first, outcome }: Ended) {
+        // The job may be closed, or in its next epoch.
+        if let Some(open) = self.jobs.get_mut(&job).filter(|open| open.job.common.epoch == epoch) {
+            open.stirred |= open.server.done(now, first, outcome);
+        }
     }
 
     fn report(&self, now: Time) -> Report {
@@ -227,6 +253,11 @@ impl Machine for Serving {
                     committed: open.committed,
                     ack: ack.0,
                     credit: credit.0,
+                    held: open.server.held().map(|(held, limit)| HeldReport {
+                        bytes: held as usize * common.block_bytes,
+                        pending_bytes: limit as usize * common.block_bytes,
+                        unfinished: open.server.unfinished(),
+                    }),
                     bypassed: open.server.bypassed().map(|at| open.nodes[at.0 as usize].at(0)).collect(),
                 }),
                 nodes: open.nodes.iter().map(|node| node.report(now)).collect(),

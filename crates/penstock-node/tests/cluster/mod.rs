@@ -3,7 +3,8 @@
 #![allow(dead_code, reason = "each test program uses a part")]
 
 use penstock_aggregation::{
-    Endpoint, Format, Key, Kind, Outbound, Receipt, Received, Route, Serial, Timing, Worker, WorkerConfig,
+    Endpoint, FLAG_LAST, Format, Header, Key, Kind, Outbound, Receipt, Received, Route, Serial, Timing, Worker,
+    WorkerConfig,
 };
 use penstock_net::datagrams::Datagrams;
 use penstock_node::{Config, Daemon, PROOF_HEADER, Role, TIME_HEADER, prove};
@@ -93,6 +94,8 @@ pub(crate) struct Job {
     pub(crate) format: Format,
     pub(crate) start: u32,
     pub(crate) offloads: bool,
+    /// Results come apart: the blocks of a buffer, and the bytes that the server may hold.
+    pub(crate) buffers: Option<(u32, usize)>,
     /// Workers never take a slow aggregator for dead: where a test says what goes through it, on a loaded machine too.
     pub(crate) patient: bool,
     /// Bitmaps name workers, as for a switch, and not the children of a hop.
@@ -117,6 +120,7 @@ impl Job {
             // SeqNums wrap around in the middle of the run.
             start: 0u32.wrapping_sub(100),
             offloads: true,
+            buffers: None,
             patient: true,
             names_workers: false,
             infinite: false,
@@ -197,11 +201,23 @@ impl Job {
         both.flat_map(add).collect()
     }
 
+    /// Whether a block is the last one of its buffer.
+    fn ends_buffer(&self, block: u32) -> bool {
+        self.buffers.is_some_and(|(blocks, _)| block % blocks == blocks - 1 || block + 1 == self.blocks)
+    }
+
+    /// The blocks of the buffer that begins with this one.
+    fn buffer_from(&self, first: u32) -> std::ops::Range<u32> {
+        let blocks = self.buffers.expect("results come apart").0;
+        first..self.blocks.min(first + blocks)
+    }
+
     fn common(&self) -> Value {
         let key = self.key.map(|Key(bytes)| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>());
         json!({
             "epoch": self.epoch, "key": key, "window": self.window, "block_bytes": self.block_bytes,
             "floats": self.format.is_float() || !self.names_workers, "start": self.start,
+            "done": if self.buffers.is_some() { "buffer" } else { "block" },
         })
     }
 }
@@ -214,21 +230,29 @@ pub(crate) struct Cluster {
     /// Where aggregators listen, whether they live or not.
     pub(crate) places: Vec<(SocketAddr, u32)>,
     pub(crate) sockets: Vec<Datagrams>,
+    /// Buffers whose work failed: by worker, the first block and why.
+    pub(crate) failures: Vec<(usize, u32, String)>,
 }
 
 impl Cluster {
     pub(crate) fn start(server: Config, aggregators: Vec<Config>, job: &Job) -> Cluster {
+        Cluster::start_with(daemon(server), aggregators, job)
+    }
+
+    /// The same with a server that runs.
+    pub(crate) fn start_with(server: Daemon, aggregators: Vec<Config>, job: &Job) -> Cluster {
         let started: Vec<Daemon> = aggregators.iter().cloned().map(daemon).collect();
         let places: Vec<(SocketAddr, u32)> =
             started.iter().zip(&aggregators).map(|(daemon, config)| (daemon.local_addr(), config.shards)).collect();
         let configs =
             aggregators.into_iter().zip(&places).map(|(config, (address, _))| Config { listen: *address, ..config });
         Cluster {
-            server: Some(daemon(server)),
+            server: Some(server),
             configs: configs.collect(),
             aggregators: started.into_iter().map(Some).collect(),
             places,
             sockets: job_sockets(job),
+            failures: Vec::new(),
         }
     }
 
@@ -244,6 +268,9 @@ impl Cluster {
         body["workers"] = json!(workers);
         if !job.names_workers {
             body["names"] = json!("children");
+        }
+        if let Some((_, pending_bytes)) = job.buffers {
+            body["pending_bytes"] = json!(pending_bytes);
         }
         let (status, reply) = put(self.server_at(), job.number, &body);
         assert_eq!(status, 201, "{reply}");
@@ -356,6 +383,7 @@ impl Cluster {
                     server: Endpoint(0),
                     ask_parent: true,
                     full_to_parent: !job.names_workers && parents[worker].is_some(),
+                    apart: job.buffers.is_some(),
                     timing: if job.patient {
                         Timing {
                             path_dead_after: 100 * SECOND,
@@ -377,7 +405,7 @@ impl Cluster {
         let mut got = vec![vec![false; job.blocks as usize]; job.workers];
         let (mut results, mut reported) = (0, 0);
         let end = Serial(job.start).plus(job.blocks);
-        while workers.iter().any(|worker| worker.received() != end) {
+        while workers.iter().any(|worker| worker.received() != end) || got.iter().flatten().any(|got| !got) {
             assert!(origin.elapsed() < Duration::from_secs(100), "{results} results after 100 s");
             let mut soonest = u64::MAX;
             for (number, worker) in workers.iter_mut().enumerate() {
@@ -398,10 +426,19 @@ impl Cluster {
                             Some(parent) if of_parent(parent) => Endpoint(1),
                             _ => Endpoint(u32::MAX),
                         };
-                        if let Ok(Received::Result { seq, format, exponent, payload }) =
+                        if let Ok(Received::Result { seq, format, exponent, payload, .. }) =
                             worker.handle_packet(now(), endpoint, datagram)
                         {
                             let block = seq.ahead_of(Serial(job.start)) as u32;
+                            if format == Format::Text {
+                                let why = String::from_utf8(payload.to_vec()).expect("UTF-8");
+                                self.failures.push((number, block, why));
+                                for block in job.buffer_from(block) {
+                                    got[number][block as usize] = true;
+                                    results += 1;
+                                }
+                                return;
+                            }
                             assert_eq!(
                                 (format, exponent),
                                 (job.format_of(block), -7),
@@ -440,6 +477,10 @@ impl Cluster {
                         }
                         _ => server,
                     };
+                    let is_last =
+                        header.kind == Kind::Push && job.ends_buffer(header.seq.ahead_of(Serial(job.start)) as u32);
+                    let flags = header.flags | if is_last { FLAG_LAST } else { 0 };
+                    let header = Header { flags, ..header };
                     socket.queue(to, &worker.seal(&header, format, exponent, block), block);
                 }
                 socket.flush().unwrap();

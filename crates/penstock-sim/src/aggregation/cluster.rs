@@ -128,7 +128,7 @@ impl<'a> Cluster<'a> {
     /// All shards of an aggregator, without jobs.
     pub(super) fn aggregator(&self) -> Vec<Aggregator> {
         let slots = self.jobs * (self.window / self.shards).max(1) as usize;
-        let limits = Limits { jobs: self.jobs, slots, memory_bytes: slots * self.payload_bytes * (MAX_CHILDREN + 1) };
+        let limits = Limits { jobs: self.jobs, slots, memory_bytes: slots * self.payload_bytes * (MAX_CHILDREN + 2) };
         (0..self.shards).map(|index| Aggregator::sharded(limits, Shard { index, count: self.shards })).collect()
     }
 
@@ -161,6 +161,7 @@ impl<'a> Cluster<'a> {
             block_bytes: self.payload_bytes,
             floats: is_full,
             results: true,
+            apart: self.held.is_some(),
             parent,
             // One that does not add floats behaves as a switch, which has no other path.
             server: is_full.then_some(server),
@@ -182,6 +183,7 @@ impl<'a> Cluster<'a> {
             server: SERVER,
             ask_parent: true,
             full_to_parent: epoch.places[worker].0.is_some_and(|above| self.is_full(above.0)),
+            apart: self.held.is_some(),
             timing: self.timing,
         }
     }
@@ -197,6 +199,7 @@ impl<'a> Cluster<'a> {
             tree: epoch.tree.clone(),
             naming: Naming::Children,
             stand_ins: ServerConfig::STAND_INS,
+            held_blocks: self.held.map(|held| held.limit),
             workers: (0..self.workers).map(|worker| self.worker_endpoint(job, worker)).collect(),
             heartbeat_every: self.timing.heartbeat_every,
             idle_every: self.timing.idle_every,

@@ -2,6 +2,7 @@
 
 mod fallen;
 mod ranks;
+mod work;
 
 use super::cluster::{Cluster, Epoch};
 use super::{Fault, LIMIT, Outcome, SOCKET_BUFFER, Scenario, TRACE_LINES};
@@ -12,6 +13,7 @@ use penstock_aggregation::{Action, Aggregator, Endpoint, FLAG_FULL, Server, Tran
 use penstock_types::{MILLISECOND, SECOND, Time};
 use ranks::Rank;
 use std::collections::{HashMap, HashSet, VecDeque};
+use work::Work;
 
 /// An aggregator's machines, and its state outside of them.
 struct AggregatorNode {
@@ -28,8 +30,10 @@ struct ServerNode {
     machine: Option<Server>,
     /// The epoch that it has open, or would have.
     epoch: u16,
-    /// When it has committed last.
+    /// When it has committed last, or work has ended.
     committed: Time,
+    /// How many whole buffers it has had in this epoch.
+    buffers: u32,
 }
 
 /// What happens at a time of its own. Packets are the network's affair.
@@ -46,6 +50,8 @@ enum Timer {
     Back {
         aggregator: usize,
     },
+    /// The work behind a buffer ends.
+    Work(Work),
 }
 
 /// A datagram.
@@ -108,6 +114,7 @@ impl<'a> World<'a> {
                     machine: Some(scenario.server(Time(0), job, &epochs[job][0])),
                     epoch: 0,
                     committed: Time(0),
+                    buffers: 0,
                 })
                 .collect(),
             ranks: (0..scenario.jobs).map(|_| (0..scenario.workers).map(|_| None).collect()).collect(),
@@ -193,7 +200,7 @@ impl<'a> World<'a> {
                         if let Some(server) = &mut self.servers[job].machine {
                             *server = self.scenario.server(self.now, job, epoch);
                         }
-                        self.servers[job].epoch = epoch.number;
+                        (self.servers[job].epoch, self.servers[job].buffers) = (epoch.number, 0);
                         self.drain_server(job);
                     }
                     Some((_, Some(worker))) => {
@@ -208,6 +215,7 @@ impl<'a> World<'a> {
                 }
                 self.note(|| format!("{node:?} is in the newest epoch of job {job}"));
             }
+            Timer::Work(work) => self.end_work(work)?,
             Timer::Back { aggregator } => {
                 for job in 0..self.scenario.jobs {
                     let epoch = usize::from(self.aggregators[aggregator].opened[job]);
@@ -361,6 +369,7 @@ impl<'a> World<'a> {
     }
 
     fn drain_server(&mut self, job: usize) {
+        self.begin_work(job);
         let node = self.scenario.server_endpoint(job);
         while self.has_room(node)
             && let Some(Transmit { to, header, payload }) =

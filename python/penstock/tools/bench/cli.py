@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from penstock.tools.bench import endpoints, figures, pauses, readiness, sweep, threads, training, tuner, urgency
+from penstock.tools.bench import endpoints, figures, pauses, plans, readiness, sweep, threads, training, tuner, urgency
 from penstock.tools.bench.aggregated import command as aggregated
 from penstock.tools.bench.collectives import COLLECTIVES
 from penstock.tools.commands import Group
@@ -39,5 +39,6 @@ for _name, _subject in {
     "threads": threads,
     "endpoints": endpoints,
     "aggregated": aggregated,
+    "plan": plans,
 }.items():
     command.add_command(_subject.command, _name)

@@ -78,7 +78,7 @@ def page(story: Story, table: Table, link: LinkSpec, description: dict[str, Any]
         answer=story.answer,
         picture=story.picture,
         next=story.next,
-        setting=f"Hosts with a {link.describe()}.",
+        setting=f"Emulated hosts, each with a link of {link.describe()}.",
         sections=[
             Section("In numbers", [table]),
             Section("What this does not show", [does_not_show(link)]),

@@ -58,15 +58,15 @@ from penstock.tools.testbed.link import LinkSpec
 Bed = Testbed | Loopback
 
 
-WAYS = ("ddp", "hook", "reducer", "gloo")
+WAYS = ("ddp", "hook", "reducer", "deferred", "gloo")
 """What runs when --ways names none: DDP over Penstock as it is, DDP with `penstock.torch.ddp_hook`, a model without DDP under
-`penstock.torch.GradientReducer`, DDP over gloo."""
+`penstock.torch.GradientReducer`, the same with the optimizer's steps deferred (``optimizer=``), DDP over gloo."""
 
 KNOWN = (
     *WAYS,
     *(
         f"{way}-{wire}{feedback}"
-        for way in ("hook", "reducer")
+        for way in ("hook", "reducer", "deferred")
         for wire in ("float16", "bfloat16")
         for feedback in ("", "-feedback")
     ),
@@ -340,7 +340,8 @@ def _use(way: str, model: str) -> Next:
     options = "".join(", error_feedback=True" if each == "feedback" else f", wire=torch.{each}" for each in more)
     if front == "hook":
         return Next("Put the hook into your own script.", f"penstock.torch.ddp_hook(model{options})")
-    if front == "reducer":
+    if front in ("reducer", "deferred"):
+        options += ", optimizer=optimizer" * (front == "deferred")
         return Next("Use it in your own script, in DDP's place.", f"penstock.torch.GradientReducer(model{options})")
     smaller = f"penstock bench training {model} --ways ddp,hook --bucket 256K"
     return Next("See whether a hook is faster with smaller buckets.", smaller)

@@ -6,12 +6,13 @@ all of them. Standard output takes one JSON object a line.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ class Way:
 
     step: Callable[..., torch.Tensor]
     stats: Callable[[], dict[str, Any]] = dict
+    ends: Sequence[Callable[[], None]] = ()
+    """Wait for what steps have left."""
 
 
 def main() -> None:
@@ -55,12 +58,16 @@ def main() -> None:
         limits |= {"link": Way(raw.move), "sockets": _beside(raw, make, data)}
     for turn in range(options["turns"] + 1):
         for name, way in {**limits, **ways}.items():
-            seconds = []
+            dist.barrier()
+            times = [time.perf_counter()]
             for _ in range(options["steps"]):
-                dist.barrier()
-                started = time.perf_counter()
                 way.step()
-                seconds.append(time.perf_counter() - started)
+                # Here, not before the step: what a step leaves to the next one counts.
+                dist.barrier()
+                times.append(time.perf_counter())
+            for end in way.ends:
+                end()
+            seconds = [end - start for start, end in itertools.pairwise(times)]
             # The first turn makes connections, buckets and buffers.
             _say(way=name, turn=turn - 1, seconds=seconds, stats=way.stats())
     if raw:
@@ -111,11 +118,13 @@ def _way(
         model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
         if kind == "hook":
             stats = ddp_hook(model, **settings).stats
-    elif kind == "reducer":
-        stats = GradientReducer(model, **settings).stats
-    elif kind != "compute":
+    elif kind not in ("reducer", "deferred", "compute"):
         raise ValueError(f"no way {name!r}")
     optimizer = optimize(model)
+    ends: list[Callable[[], None]] = []
+    if kind in ("reducer", "deferred"):
+        reducer = GradientReducer(model, **settings, optimizer=optimizer if kind == "deferred" else None)
+        stats, ends = reducer.stats, [reducer.wait]
 
     def step(data: Any = usual) -> torch.Tensor:
         optimizer.zero_grad()
@@ -124,7 +133,7 @@ def _way(
         optimizer.step()
         return loss.detach()
 
-    return Way(step, stats)
+    return Way(step, stats, ends)
 
 
 class _RawSockets:

@@ -227,15 +227,24 @@ def table(rows: Sequence[Row]) -> Table:
 
 def story(rows: Sequence[Row]) -> Story:
     """What the report says."""
-    shown = [row for row in rows if row.nbytes == min(each.nbytes for each in rows)]
+    least = min(row.nbytes for row in rows)
+    shown = [row for row in rows if row.nbytes == least and row.rate is not None]
+    cases = list(dict.fromkeys((row.case, row.backend) for row in shown))
+    several = len({backend for _, backend in cases}) > 1
     bars = [
         Bar(
-            f"{row.way}, {row.backend}",
-            [Part(1e3 * row.median_s, series(index % 3).colour)],
+            row.way,
+            [Part(1e3 * row.median_s, series(index).colour)],
             milliseconds(row.median_s),
+            heading="" if index else f"bulk of: {case}{f', {backend}' if several else ''}",
         )
-        for index, row in enumerate(shown)
+        for case, backend in cases
+        for index, row in enumerate(row for row in shown if (row.case, row.backend) == (case, backend))
     ]
+    times = sorted(row.alone_s for row in shown)
+    alone = (
+        milliseconds(times[0]) if times[0] == times[-1] else f"{milliseconds(times[0])} to {milliseconds(times[-1])}"
+    )
     told = [row for row in rows if row.target_s is not None]
     reached = sum(row.median_s <= (row.target_s or 0.0) for row in told)
     return Story(
@@ -244,7 +253,7 @@ def story(rows: Sequence[Row]) -> Story:
         picture=Picture(
             "urgency",
             Bars(Axis("time of an all-reduce", "ms"), bars),
-            f"All-reduces of {_size(shown[0].nbytes)}: alone, behind bulk, and behind it with a priority.",
+            f"All-reduces of {_size(least)} behind bulk, as usual and with a priority; alone {alone}.",
             "Medians; of each pair of ranks the slower one.",
         ),
         next=Next("Say what is urgent in a script.", "docs/guide/priority.md"),

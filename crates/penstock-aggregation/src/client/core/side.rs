@@ -15,11 +15,18 @@ pub(super) struct Side {
     pub(super) unagreed: usize,
     /// The index of its first piece.
     pub(super) first_piece: usize,
-    /// The last SeqNum, once all blocks are posted.
+    /// The highest number of a result that has come.
     pub(super) last: Option<Serial>,
+    /// The work behind its blocks has failed.
+    pub(super) has_failed: bool,
 }
 
 impl Side {
+    /// The result with this number has come.
+    pub(super) fn heard_of(&mut self, result: Serial) {
+        self.last = Some(self.last.map_or(result, |last| last.newest(result)));
+    }
+
     /// Whether a block travels in the tensor's own format although others travel as integers.
     pub(super) fn is_full(&self, layout: &Layout, block: usize) -> bool {
         layout.integers.is_some() && self.exponents[block] == Exponent::NONFINITE.code()

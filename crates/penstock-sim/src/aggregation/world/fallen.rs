@@ -31,7 +31,9 @@ impl World<'_> {
                 let (operation, _) = rank.core.take_first().expect("it has all results of it");
                 let tensor = rank.tensors.pop_front().expect("each operation has a tensor");
                 rank.ended += 1;
-                self.check(job, *worker, newest, operation as u32, &tensor)?;
+                if !rank.has_failed(operation as u32) {
+                    self.check(job, *worker, newest, operation as u32, &tensor)?;
+                }
             }
         }
         for operation in first..given {

@@ -6,7 +6,7 @@ use crate::aggregation::tensors::is_same;
 use penstock_aggregation::Endpoint;
 use penstock_aggregation::client::{AllReduce, Core, CoreConfig, Leftover, PARENT, SERVER, Wire};
 use penstock_types::{DType, ReduceOp, Time};
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::slice;
 
 /// A worker of a job, in one epoch.
@@ -21,8 +21,17 @@ pub(in crate::aggregation) struct Rank {
     pub(super) ended: u32,
     /// The tensors of those that were submitted and have not ended. The core reads and writes them.
     pub(super) tensors: VecDeque<Vec<f32>>,
+    /// Operations that have failed.
+    failed: HashSet<u32>,
     /// Where the core writes a packet's block.
     payload: Vec<u8>,
+}
+
+impl Rank {
+    /// Whether the server's work behind an operation has failed.
+    pub(super) fn has_failed(&self, operation: u32) -> bool {
+        self.failed.contains(&operation)
+    }
 }
 
 impl World<'_> {
@@ -42,6 +51,7 @@ impl World<'_> {
             begins,
             ended: 0,
             tensors: VecDeque::new(),
+            failed: HashSet::new(),
             payload: vec![0; self.scenario.payload_bytes],
         });
         self.judge(job, worker);
@@ -90,10 +100,25 @@ impl World<'_> {
         let Some(rank) = &mut self.ranks[job][worker] else { return Ok(()) };
         let epoch = rank.epoch;
         let mut ended = Vec::new();
+        while let Some((operation, why)) = rank.core.poll_failed() {
+            let operation = operation as u32;
+            if !self.scenario.work_fails(job, epoch, operation) || !why.contains(&format!("operation {operation}")) {
+                return Err(format!("worker {worker} of job {job}: {why}"));
+            }
+            rank.failed.insert(operation);
+            self.outcome.failed += 1;
+        }
         while let Some(operation) = rank.core.poll_done() {
             rank.ended += 1;
             rank.begins = self.now.plus(self.scenario.pause);
-            ended.push((operation as u32, rank.tensors.pop_front().expect("operations end in order")));
+            let tensor = rank.tensors.pop_front().expect("operations end in order");
+            if rank.has_failed(operation as u32) {
+                // Nothing is to be checked of it.
+            } else if self.scenario.work_fails(job, epoch, operation as u32) {
+                return Err(format!("worker {worker} of job {job} was not told that operation {operation} failed"));
+            } else {
+                ended.push((operation as u32, tensor));
+            }
         }
         let submitted = |rank: &Rank| rank.ended + rank.tensors.len() as u32;
         while self.now >= rank.begins

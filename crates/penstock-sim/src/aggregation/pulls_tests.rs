@@ -1,0 +1,83 @@
+//! Jobs whose results come apart from the blocks: servers that are done late, in any order, or not at all.
+
+use super::*;
+
+/// What a seed draws, with a server that works on whole operations: for up to 50 ms each, and a quarter of them fail.
+fn held(seed: u64) -> Scenario {
+    let drawn = Scenario::draw(seed);
+    let mut random = Random::new(seed ^ 0x0bad_da7a);
+    let longest_operation = if drawn.operation == 0 { drawn.blocks } else { drawn.operation };
+    let held = Held {
+        limit: longest_operation + random.pick(&[0, 1, 8, 100]),
+        longest: random.pick(&[0, MILLISECOND / 2, 50 * MILLISECOND]),
+        fails: random.below(2) == 0,
+    };
+    Scenario { held: Some(held), ..drawn }
+}
+
+fn run_seeds(seeds: Range<u64>) -> [u64; 4] {
+    let mut totals = [0; 4];
+    for seed in seeds {
+        let outcome = check(&held(seed));
+        for (total, more) in totals.iter_mut().zip([outcome.results, outcome.failed, outcome.fallen, outcome.lost]) {
+            *total += more;
+        }
+    }
+    totals
+}
+
+/// Hundreds of jobs with all kinds of faults, whose servers are done late and in any order: every result is the undisturbed sum, bit by
+/// bit, once; what failed is said on every worker, and nothing else is.
+#[test]
+fn seeds_of_pulls() {
+    let [results, failed, fallen, lost] = run_seeds(0..300);
+    println!("{results} results, {failed} failed, {fallen} without a server, {lost} packets lost");
+    assert!(results > 300 * 8 && failed > 300 && fallen > 0 && lost > 0, "{results}, {failed}, {fallen}, {lost}");
+}
+
+/// The same with other seeds.
+#[test]
+#[ignore = "takes minutes; for changes of a rule"]
+fn thousands_of_seeds_of_pulls() {
+    std::thread::scope(|scope| {
+        scope.spawn(|| println!("{:?}", run_seeds(300..2500)));
+        println!("{:?}", run_seeds(2500..5000));
+    });
+}
+
+/// A worker dies, an aggregator restarts, dies for good, or loses a link, or the server is lost, at every single packet of a run in which
+/// results come apart: between acceptance and the end of the work, between that and a worker's pull, and in every other moment.
+#[test]
+fn faults_at_every_packet_of_pulls() {
+    let mut runs = 0;
+    for (shape, aggregators) in [(Shape::Star, 1), (Shape::Core, 3)] {
+        let held = Some(Held { limit: 6, longest: 3 * MILLISECOND, fails: false });
+        let scenario = Scenario { held, operation: 3, queued: 2, ..quiet(shape, 3) };
+        let mut faults =
+            vec![Fault::Kill { job: 0, worker: 1 }, Fault::Cut { job: 0, worker: 2 }, Fault::LoseServer { job: 0 }];
+        for aggregator in 0..aggregators {
+            faults.extend([Fault::Restart { aggregator, down: 3 * MILLISECOND }, Fault::Die { aggregator }]);
+        }
+        for at in 0..check(&scenario).arrived {
+            for fault in &faults {
+                check(&Scenario { faults: vec![(at, *fault)], ..scenario.clone() });
+                runs += 1;
+            }
+        }
+    }
+    println!("{runs} runs");
+    assert!(runs > 1000);
+}
+
+/// A result comes down once on every link, beside a small packet that says that the block was accepted.
+#[test]
+fn each_result_travels_once() {
+    for workers in [2, 8] {
+        let held = Some(Held { limit: 300, longest: MILLISECOND, fails: false });
+        let scenario = Scenario { held, blocks: 200, window: 64, jitter: 0, ..quiet(Shape::Star, workers) };
+        let outcome = check(&scenario);
+        // A push of every worker and a sum; one result, and one to every worker; the same of what says that it was accepted.
+        let data = in_all(200) * (3 * workers as u64 + 3);
+        assert!((data..data + data / 4).contains(&outcome.packets), "{} packets for {data}", outcome.packets);
+    }
+}

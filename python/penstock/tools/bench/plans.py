@@ -1,0 +1,530 @@
+"""``penstock bench plan``: what the planner finds where the paper InArt (WWW '24) was measured, beside the paper's numbers.
+
+The paper emulates its sections 5.3 and A.2 with Mininet and P4 switches in software; here they are computed: `evaluate` says
+how fast every worker can send at best, results on their way down included. So the paper's numbers, which are measured, and ours
+are no measurements of one thing; what can be compared is how the ways stand to each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from penstock.cluster import generate
+from penstock.cluster.network import Aggregator, Cluster, End, Host, Job, Link, Server, Switch
+from penstock.extras import need
+from penstock.planning.evaluate import evaluate
+from penstock.planning.scheme import Scheme
+from penstock.reports import Axis, Column, Curve, Line, Lines, Next, Page, Panel, Picture, Section, Table, aside, series
+from penstock.tools.bench import machine
+from penstock.tools.bench.options import check_files, files
+from penstock.tools.bench.output import progress_bar, reporting_errors, result_console, write_json, write_report
+
+__all__ = ["Row", "command", "example", "fat_tree", "measure", "page", "tables"]
+
+
+@click.command()
+@click.option(
+    "--seeds",
+    type=click.IntRange(1),
+    default=10,
+    show_default=True,
+    help="Networks and choices of workers for each row.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.05),
+    default=1.0,
+    show_default=True,
+    help="Of search for each plan, behind the bound.",
+)
+@click.option("--workers", default="10,20,30,40,50", show_default=True, help="With 4 servers.")
+@click.option("--servers", default="2,3,4,5,6", show_default=True, help="With 48 workers; none: ''.")
+@click.option("--large/--no-large", default=True, show_default=True, help="Also time the largest problems.")
+@files("Write the figures to this file.")
+def command(
+    seeds: int, seconds: float, workers: str, servers: str, large: bool, json_path: str | None, report_path: str | None
+) -> None:
+    """Plan the networks of the paper InArt, and compare: a fat-tree of 54 hosts, and figure 1.
+
+    All is computed, on one core; with the defaults it takes about ten minutes. See docs/design/planner.md.
+    """
+    need("penstock bench plan", "scipy")
+    check_files(json_path=json_path, report_path=report_path)
+    with reporting_errors():
+        cases = [(count, 4) for count in _numbers(workers)]
+        cases += [case for count in _numbers(servers) if (case := (48, count)) not in cases] if servers else []
+        rows: list[Row] = []
+        with progress_bar() as progress:
+            done = 0
+            for uneven in (False, True):
+                for count, parts in cases:
+                    progress(f"{_links(uneven)} · {count} workers, {parts} servers", done, 2 * len(cases))
+                    rows += [row for seed in range(seeds) for row in measure(count, parts, uneven, seed, seconds)]
+                    done += 1
+        times = _times() if large else []
+        console = result_console()
+        first = example()
+        for table in [first, *tables(rows), *([_of_times(times)] if times else [])]:
+            console.print(table.for_terminal())
+        description = machine.describe()
+        write_json(json_path, description, [dataclasses.asdict(row) for row in rows], times=times)
+        write_report(report_path, lambda: page(rows, times, first, description))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way on one network."""
+
+    uneven: bool
+    workers: int
+    servers: int
+    seed: int
+    way: str
+    rate_bit_s: float
+    """What every worker sends; of "bound" what none passes."""
+    crossed: float | None
+    """What all links carry of gradients, as a multiple of what a worker sends."""
+    taken_in: float | None
+    """What all servers take in, likewise."""
+    cpu_s: float
+    """Processor time: of "planned" for the search, of "bound" for the relaxed problem."""
+
+
+def fat_tree(workers: int, servers: int, uneven: bool, seed: int) -> Cluster:
+    """The paper's section 5.3: 54 hosts, links of 20 Mbit/s or 10 to 30, servers that take in 20, switches 9."""
+    cluster = generate.fat_tree(6, servers=servers, seed=seed, rate_bit_s=20 * _MBIT)
+    if uneven:
+        cluster = generate.uneven(cluster, 10 * _MBIT, 30 * _MBIT, seed=seed)
+    (job,) = cluster.jobs
+    hosts = sorted(random.Random(seed).sample(job.workers, min(workers, len(job.workers))))
+    return dataclasses.replace(
+        cluster,
+        aggregators=tuple(dataclasses.replace(each, capacity_bit_s=9 * _MBIT) for each in cluster.aggregators),
+        servers=tuple(dataclasses.replace(each, ingress_bit_s=20 * _MBIT) for each in cluster.servers),
+        jobs=(dataclasses.replace(job, workers=tuple(hosts)),),
+    )
+
+
+def measure(workers: int, servers: int, uneven: bool, seed: int, seconds: float) -> list[Row]:
+    """All ways on one network."""
+    import numpy as np
+
+    from penstock.planning import baselines
+    from penstock.planning.problem import Problem
+    from penstock.planning.relax import relax
+    from penstock.planning.solve import scheme_of, search
+
+    cluster = fat_tree(workers, servers, uneven, seed)
+    (job,) = cluster.jobs
+    start = time.process_time()
+    problem = Problem(cluster, job, levels=1)
+    relaxed = relax(problem)
+    bound_s = time.process_time() - start
+
+    def row(way: str, scheme: Scheme, cpu_s: float) -> Row:
+        worth = evaluate(cluster, job, scheme)
+        crossed = sum(load.load for load in worth.loads if load.name.startswith("link ")) / 2 / worth.rate
+        taken = sum(
+            part * (scheme.via[server].count(None) + len({*scheme.via[server]} - {None}))
+            for server, part in scheme.fractions.items()
+        )
+        return Row(uneven, len(job.workers), servers, seed, way, worth.rate, crossed, taken, cpu_s)
+
+    start = time.process_time()
+    found = search(problem, seed=seed, seconds=seconds, relaxed=relaxed)
+    rows = [row(OURS, scheme_of(problem, found.rates, found.trees), time.process_time() - start)]
+    rng = np.random.default_rng(seed)
+    others: dict[str, Callable[[], Scheme]] = {
+        INART: lambda: baselines.inart(problem, rng, relaxed),
+        R_INART: lambda: baselines.equal_inart(problem, rng),
+        ATP: lambda: baselines.atp_best_effort(problem),
+        LBMM: lambda: baselines.lbmm(problem),
+    }
+    for way, make in others.items():
+        start = time.process_time()
+        rows.append(row(way, make(), time.process_time() - start))
+    return [*rows, Row(uneven, len(job.workers), servers, seed, BOUND, relaxed.bound, None, None, bound_s)]
+
+
+def example() -> Table:
+    """Section 2.1, figure 1: two servers that take in 4, six workers, two switches that take in 6, links of 6."""
+    from penstock.planning import baselines
+    from penstock.planning.exact import exact
+    from penstock.planning.problem import Problem
+    from penstock.planning.relax import relax
+    from penstock.planning.solve import scheme_of, search
+
+    workers = [f"w{i}" for i in range(1, 7)]
+    at = {worker: "v1" if worker < "w4" else "v2" for worker in workers} | {"s1": "v1", "s2": "v2"}
+    unit = 1_000_000
+    cluster = Cluster(
+        hosts=tuple(Host(name=name) for name in at),
+        switches=(Switch(name="v1"), Switch(name="v2")),
+        links=(
+            *(Link(name=name, ends=(End(name), End(to)), rate_bit_s=6 * unit) for name, to in at.items()),
+            Link(name="v1", ends=(End("v1"), End("v2"))),
+        ),
+        aggregators=tuple(Aggregator(name=name.upper(), at=name, capacity_bit_s=6 * unit) for name in ("v1", "v2")),
+        servers=tuple(Server(name=name, at=name, ingress_bit_s=4 * unit) for name in ("s1", "s2")),
+        jobs=(Job(name="train", workers=tuple(workers)),),
+    )
+    (job,) = cluster.jobs
+    problem = Problem(cluster, job, levels=1)
+    relaxed = relax(problem)
+    found = search(problem, seconds=30, relaxed=relaxed)
+    best, is_proven = exact(problem)
+    paper = Scheme(
+        {"s1": 0.6, "s2": 0.4}, {"s1": ("V1",) * 4 + ("V2",) * 2, "s2": (None, None, None, "V2", "V2", "V2")}
+    )
+
+    def worth(scheme: Scheme) -> str:
+        return f"{evaluate(cluster, job, scheme).rate / unit:.3f}"
+
+    lines = [
+        ("LBMM", worth(baselines.lbmm(problem)), "4/3"),
+        ("ATP", worth(baselines.atp(problem)), "2"),
+        ("the paper's plan", worth(paper), "5/2, as its best"),
+        ("planned", worth(scheme_of(problem, found.rates, found.trees)), ""),
+        ("proven best" if is_proven else "best known", f"{best.rate / unit:.3f}", ""),
+        ("bound", f"{relaxed.bound / unit:.3f}", ""),
+    ]
+    return Table(
+        "Section 2.1, figure 1: sending rate",
+        [Column("way", is_text=True), Column("here"), Column("paper", is_text=True)],
+        [Line(list(line)) for line in lines],
+    )
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """Sending rates, and what follows from them, beside what the paper's text says."""
+    rates = [
+        Line(
+            [
+                f"{count} workers, {parts} servers",
+                *(_spread(_rates(rows, uneven, count, parts, way)) for way in WAYS),
+                _best(rows, uneven, count, parts),
+            ],
+            group=(_links(uneven),),
+        )
+        for uneven in (False, True)
+        for count, parts in _cases(rows)
+        if _rates(rows, uneven, count, parts, OURS)
+    ]
+    found = [
+        Table(
+            "Sending rate of a worker, Mbit/s: mean, least to most of the seeds",
+            [Column("case", is_text=True), *(Column(way) for way in WAYS), Column("planned\nof bound")],
+            rates,
+            [Column("links", is_text=True)],
+        )
+    ]
+    lines = []
+    for uneven in (False, True):
+        ratios = {
+            way: statistics.fmean(_ratios(rows, uneven, way))
+            for way in (INART, R_INART, ATP, LBMM)
+            if _ratios(rows, uneven, way)
+        }
+        lines.append(Line([_links(uneven), *(f"{ratio:.2f}x" for ratio in ratios.values())]))
+    found.append(
+        Table(
+            "Planned over",
+            [Column("links", is_text=True), *(Column(way) for way in (INART, R_INART, ATP, LBMM))],
+            lines,
+        )
+    )
+    found.append(_beside_the_paper(rows))
+    return found
+
+
+def _beside_the_paper(rows: Sequence[Row]) -> Table:
+    """What the paper's text names in numbers."""
+    lines = []
+    for what, case, field, scale, numbers in PAPER:
+        uneven, count, parts = case
+        cells = []
+        for way in (OURS, R_INART, ATP, LBMM):
+            values = [
+                value * scale
+                for row in rows
+                if _is(row, uneven, count, parts, way) and (value := _value(row, field)) is not None
+            ]
+            printed = f" ({numbers[way]})" if way in numbers else ""
+            cells.append((f"{statistics.fmean(values):.3g}" if values else "-") + printed)
+        lines.append(Line([what, *cells], group=(f"{_links(uneven)}, {count} workers",)))
+    return Table(
+        "Beside the paper's numbers, which stand in brackets",
+        [Column("what", is_text=True), *(Column(way) for way in ("planned\n(InArt)", R_INART, ATP, LBMM))],
+        lines,
+        [Column("case", is_text=True)],
+        note="The paper's are measured with P4 switches in software, ours are computed with results on their way down.",
+    )
+
+
+def page(rows: Sequence[Row], times: Sequence[dict[str, Any]], first: Table, description: dict[str, Any]) -> Page:
+    """The report."""
+    over = {uneven: _ratios(rows, uneven, ATP) for uneven in (False, True)}
+    told = " and ".join(
+        f"{statistics.fmean(each):.1f} times ATP on {_links(uneven)}" for uneven, each in over.items() if each
+    )
+    by_servers = sorted({row.servers for row in rows if row.workers == 48})
+    pictures = [
+        _picture(rows, "workers", [(count, parts) for count, parts in _cases(rows) if parts == 4]),
+        *([_picture(rows, "servers", [(48, parts) for parts in by_servers])] if len(by_servers) > 1 else []),
+    ]
+    sections = [Section("Sending rates", [*pictures[1:], *tables(rows)]), Section("Figure 1", [first])]
+    sections.append(Section("Time of a step's gradients", [_step_times(rows)]))
+    if times:
+        sections.append(Section("How long planning takes", [_of_times(times)]))
+    return Page(
+        kind="Penstock bench: plan",
+        answer=f"Plans send {told}",
+        picture=pictures[0],
+        next=Next("Plan a cluster of your own.", "penstock plan cluster.yaml -o deployment.yaml"),
+        setting="A fat-tree of 54 hosts and 45 switches as in InArt's section 5.3, computed: 20 Mbit/s a link, or 10 to 30.",
+        sections=[*sections, Section("Conditions", [machine.lines(description)])],
+    )
+
+
+def _picture(rows: Sequence[Row], over: str, cases: Sequence[tuple[int, int]]) -> Picture:
+    panels = []
+    for uneven in (False, True):
+        curves = []
+        for index, way in enumerate(WAYS):
+            points = [
+                (count if over == "workers" else parts, statistics.fmean(values) / _MBIT)
+                for count, parts in cases
+                if (values := _rates(rows, uneven, count, parts, way))
+            ]
+            if points:
+                x, y = zip(*sorted(points), strict=True)
+                curves.append(Curve(way, x, y, aside(0) if way == BOUND else series(index)))
+        ticks = sorted({count if over == "workers" else parts for count, parts in cases})
+        if curves:
+            panels.append(
+                Panel(
+                    _links(uneven),
+                    Axis(over, "number", ticks=ticks),
+                    Axis("sending rate", "Mbit/s", from_zero=True),
+                    curves,
+                )
+            )
+    return Picture(
+        f"rates-{over}",
+        Lines(panels),
+        f"What every worker can send, by the number of {over}.",
+        "Means of the seeds. The dashed line is a bound that no plan with one level of aggregators passes; whether one "
+        "reaches it is not known.",
+    )
+
+
+def _step_times(rows: Sequence[Row]) -> Table:
+    lines = []
+    for model, size in MODELS.items():
+        for uneven in (False, True):
+            cells = []
+            for way in (OURS, INART, R_INART, ATP, LBMM):
+                values = [8 * size / rate for rate in _rates(rows, uneven, 50, 4, way)]
+                cells.append(f"{statistics.fmean(values):.3g} s" if values else "-")
+            lines.append(Line([f"{model}, {_links(uneven)}", *cells]))
+    return Table(
+        "Communication time of a step, 50 workers, 4 servers",
+        [Column("model", is_text=True), *(Column(way) for way in (OURS, INART, R_INART, ATP, LBMM))],
+        lines,
+    )
+
+
+def _times() -> list[dict[str, Any]]:
+    """Processor seconds of the largest problems: the bars of a plan for 54 hosts, a change of plans, and 4,096 workers."""
+    import numpy as np
+
+    from penstock.planning.bound import bound_of_all
+    from penstock.planning.problem import Problem
+    from penstock.planning.relax import relax
+    from penstock.planning.replan import Gone, State, decide
+    from penstock.planning.solve import scheme_of, search
+    from penstock.tools.plan.planned import plan
+
+    found: list[dict[str, Any]] = []
+
+    def took(what: str, bar: str, do: Callable[[], str]) -> None:
+        wall, cpu = time.monotonic(), time.process_time()
+        result = do()
+        found.append(
+            {
+                "what": what,
+                "cpu_s": time.process_time() - cpu,
+                "wall_s": time.monotonic() - wall,
+                "bar": bar,
+                "result": result,
+            }
+        )
+
+    small = fat_tree(50, 4, True, 0)
+    (job,) = small.jobs
+
+    def relaxed_of(candidates: int | None) -> str:
+        problem = Problem(small, job, candidates=candidates)
+        return f"{relax(problem).bound / _MBIT:.3f} Mbit/s"
+
+    def searched(candidates: int | None) -> str:
+        problem = Problem(small, job, candidates=candidates)
+        best = search(problem, seconds=0.5, relaxed=relax(problem))
+        return f"{best.rate / _MBIT:.3f} Mbit/s"
+
+    took("54 hosts: the relaxed problem, exactly", "< 5 s", lambda: relaxed_of(None))
+    took("54 hosts: all aggregators, 0.5 s of search", "shown", lambda: searched(None))
+    took("54 hosts: 30 of 45 aggregators a rack, 0.5 s of search", "< 1 s", lambda: searched(30))
+    problem = Problem(small, job)
+    best = search(problem, seconds=2, relaxed=relax(problem))
+    state = State(scheme_of(problem, best.rates, best.trees))
+    busy = max(np.flatnonzero(best.trees[0].below[:-1]), key=lambda v: best.trees[0].below[v])
+    gone = Gone(f"aggregator {problem.aggregators[busy]}")
+    took(
+        "54 hosts: other ways after an aggregator's death",
+        "< 1 s",
+        lambda: f"{decide(small, job, state, gone)[1].rate / _MBIT:.3f} Mbit/s",
+    )
+
+    def large(cluster: Cluster) -> str:
+        made = plan(cluster, cluster.jobs[0], seed=0, seconds=16)
+        first = made.rows[0]
+        return (
+            f"{first.rate_bit_s / 1e9:.4f} Gbit/s, {first.of_bound or math.nan:.0%} of the bound, levels {made.levels}"
+        )
+
+    gigabit = 1_000_000_000
+    tree = generate.racks(
+        4096, 128, servers=4, core_aggregator=True, rate_bit_s=10 * gigabit, uplink={"rate_bit_s": 40 * gigabit}
+    )
+    took("4,096 workers in 128 racks, a tree, 4 servers", "< 30 s", lambda: large(tree))
+    leaves = generate.leaf_spine(128, 8, 32, servers=4, rate_bit_s=10 * gigabit)
+    took("4,096 workers on 128 leaves, 8 spines, 4 servers", "< 30 s", lambda: large(leaves))
+    cube = generate.racks(48, 48, servers=48, rate_bit_s=gigabit)
+    took("48 servers x 48 racks x 48 aggregators", "shown", lambda: large(cube))
+    assert bound_of_all(problem, relax(problem)) > 0
+    return found
+
+
+def _of_times(times: Sequence[dict[str, Any]]) -> Table:
+    lines = [
+        Line([each["what"], f"{each['cpu_s']:.2f} s", f"{each['wall_s']:.2f} s", each["bar"], each["result"]])
+        for each in times
+    ]
+    columns = [
+        Column("what", is_text=True),
+        Column("processor"),
+        Column("wall"),
+        Column("bar"),
+        Column("result", is_text=True),
+    ]
+    return Table("How long planning takes", columns, lines)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        found = [int(word) for word in text.split(",") if word]
+    except ValueError:
+        found = []
+    if not found or not all(1 <= number <= 52 for number in found):
+        raise click.BadParameter(f"{text}: give numbers from 1 to 52 with commas between")
+    return found
+
+
+def _cases(rows: Sequence[Row]) -> list[tuple[int, int]]:
+    return list(dict.fromkeys((row.workers, row.servers) for row in rows))
+
+
+def _is(row: Row, uneven: bool, workers: int, servers: int, way: str) -> bool:
+    return (row.uneven, row.workers, row.servers, row.way) == (uneven, workers, servers, way)
+
+
+def _rates(rows: Sequence[Row], uneven: bool, workers: int, servers: int, way: str) -> list[float]:
+    return [row.rate_bit_s for row in rows if _is(row, uneven, workers, servers, way)]
+
+
+def _ratios(rows: Sequence[Row], uneven: bool, way: str) -> list[float]:
+    """Planned over another way, network by network."""
+    of = {
+        (row.workers, row.servers, row.seed): row.rate_bit_s for row in rows if row.uneven == uneven and row.way == way
+    }
+    return [
+        row.rate_bit_s / of[row.workers, row.servers, row.seed]
+        for row in rows
+        if row.uneven == uneven and row.way == OURS and (row.workers, row.servers, row.seed) in of
+    ]
+
+
+def _best(rows: Sequence[Row], uneven: bool, workers: int, servers: int) -> str:
+    planned, bounds = (_rates(rows, uneven, workers, servers, way) for way in (OURS, BOUND))
+    return f"{statistics.fmean(one / bound for one, bound in zip(planned, bounds, strict=True)):.0%}"
+
+
+def _value(row: Row, field: str) -> float | None:
+    if field == "rate":
+        return row.rate_bit_s
+    if field == "time":
+        return 1 / row.rate_bit_s
+    if field == "throughput":
+        return None if row.crossed is None else row.crossed * row.rate_bit_s
+    return row.taken_in
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    mean, least, most = (value / _MBIT for value in (statistics.fmean(values), min(values), max(values)))
+    return f"{mean:.2f}" if len(values) == 1 else f"{mean:.2f} ({least:.2f}-{most:.2f})"
+
+
+def _links(uneven: bool) -> str:
+    return "unequal links" if uneven else "equal links"
+
+
+OURS, INART, R_INART, ATP, LBMM, BOUND = "planned", "InArt", "R-InArt", "ATP", "LBMM", "bound"
+WAYS = (OURS, INART, R_INART, ATP, LBMM, BOUND)
+"""InArt: the paper's own, the relaxed problem's split and one random rounding; R-InArt: equal parts and one rounding; ATP:
+`baselines.atp_best_effort`."""
+
+MODELS = {"LSTM": 1_627_000, "VGG19": 548_000, "ResNet-50": 97_000}
+"""Bytes of gradients, a thousandth of the models', as the paper has them."""
+
+_MBIT = 1_000_000
+_MEGABYTES = 1e-6
+# What, case (unequal links, workers, servers), field, factor to the paper's unit, the paper's numbers; those of the text of
+# 5.3.2 and A.2.
+PAPER: list[tuple[str, tuple[bool, int, int], str, float, dict[str, str]]] = [
+    ("sending rate, Mbit/s (fig. 8)", (True, 50, 4), "rate", 1 / _MBIT, {OURS: "8.73", ATP: "4.44"}),
+    ("sending rate, Mbit/s (fig. 7)", (False, 50, 4), "rate", 1 / _MBIT, {OURS: "10.75", ATP: "4.7"}),
+    ("time of ResNet-50, s (fig. 9)", (False, 50, 4), "time", 8 * 97_000, {OURS: "0.068", ATP: "0.152", LBMM: "0.35"}),
+    (
+        "throughput of all links, Mbit/s (fig. 13)",
+        (False, 30, 4),
+        "throughput",
+        1 / _MBIT,
+        {OURS: "420", ATP: "160", LBMM: "90"},
+    ),
+    (
+        "servers take in of VGG19, MB (fig. 14)",
+        (False, 40, 4),
+        "taken",
+        548_000 * _MEGABYTES,
+        {OURS: "3.44", ATP: "7.33", LBMM: "22"},
+    ),
+    (
+        "sending rate, Mbit/s (fig. 12; paper: mean of 2 to 6 servers)",
+        (True, 48, 4),
+        "rate",
+        1 / _MBIT,
+        {OURS: "10.68", R_INART: "8.85", ATP: "4.5", LBMM: "1.68"},
+    ),
+]

@@ -1,0 +1,206 @@
+"""The commands: `penstock plan CLUSTER` and `penstock plan explain FILE`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from penstock.cluster import deployment as deployments
+from penstock.cluster import file, places, units
+from penstock.cluster.network import Cluster, Job
+from penstock.errors import Config as ConfigError
+from penstock.extras import need
+from penstock.runtime.files import write_whole
+from penstock.tools.commands import Group
+from penstock.tools.plan.planned import Plan, describe, describe_jobs, plan, plan_jobs
+
+__all__ = ["command"]
+
+
+class _Plan(Group):
+    """`penstock plan FILE` is `penstock plan for FILE`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0].startswith("-") and args[0] not in ("-h", "--help"):
+            args = ["for", *args]
+        return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in self.commands:
+            return "for", self.commands["for"], args
+        return super().resolve_command(ctx, args)
+
+
+@click.group(name="plan", cls=_Plan)
+def command() -> None:
+    """Plan a job of a cluster file: servers' parts of the model, workers' aggregators, and routes.
+
+    Says how fast the plan's gradients are summed at best, what is full then, how far that is from a bound,
+    and what other ways are worth. See docs/guide/plan.md.
+
+    \b
+    penstock plan cluster.yaml
+    penstock plan cluster.yaml -o deployment.yaml
+    penstock plan explain deployment.yaml --report plan.html
+    """
+
+
+_search_options = [
+    click.option("--job", "job_name", help="Of several jobs of the file."),
+    click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random roundings."),
+    click.option(
+        "--seconds",
+        type=click.FloatRange(0.1, 1e6),
+        default=5.0,
+        show_default=True,
+        help="For the bound and the search, at most.",
+    ),
+    click.option(
+        "--levels", type=click.IntRange(1, 2), help="Of aggregators; by default one, and two where one is too few."
+    ),
+]
+
+
+def _searching(function: click.decorators.FC) -> click.decorators.FC:
+    for option in reversed(_search_options):
+        function = option(function)
+    return function
+
+
+@command.command("for", hidden=True)
+@click.argument("cluster_path", metavar="CLUSTER", type=click.Path(dir_okay=False))
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write the deployment to this file.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
+@click.option(
+    "--at-least", metavar="RATE", help="Fail where no plan lets a worker send so fast, and say what stands against it."
+)
+@click.option(
+    "--all-jobs",
+    type=click.Choice(["joint", "in-turn"]),
+    help="All jobs of the file: the slowest as fast as possible, or each beside those before it. -o is then a folder.",
+)
+@_searching
+def _for(
+    cluster_path: str,
+    output: str | None,
+    json_path: str | None,
+    at_least: str | None,
+    all_jobs: str | None,
+    job_name: str | None,
+    seed: int,
+    seconds: float,
+    levels: int | None,
+) -> None:
+    """Plan a job of a cluster file. `penstock plan CLUSTER` is the same."""
+    need("penstock plan", "scipy")
+    for path in (output, json_path):
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise click.UsageError(f"there is no folder for {path}")
+        if path is not None and Path(path).resolve() == Path(cluster_path).resolve():
+            raise click.UsageError(f"{path} is the cluster file: name another one to write to")
+    wanted = None if at_least is None else _rate_of(at_least)
+    with _reporting():
+        cluster = file.load(cluster_path)
+        if any(link.flow_caps_bit_s for link in cluster.links):
+            click.echo("flow_cap is left out: a plan counts what links carry", err=True)
+        if all_jobs is not None:
+            click.echo(f"planning {', '.join(cluster.job)}: up to {seconds:g} s ...", err=True)
+            found = plan_jobs(cluster, is_joint=all_jobs == "joint", seed=seed, seconds=seconds, levels=levels)
+            click.echo(describe_jobs(found))
+            if output is not None:
+                Path(output).mkdir(exist_ok=True)
+                for each in found:
+                    _write(each, cluster, cluster_path, os.path.join(output, f"{each.job.name}.yaml"))
+            return
+        job = _job(cluster, job_name)
+        click.echo(f"planning {job.name}: the bound and the search, up to {seconds:g} s ...", err=True)
+        made = plan(cluster, job, seed=seed, seconds=seconds, levels=levels, at_least=wanted)
+        click.echo(describe(made))
+        if output is not None:
+            _write(made, cluster, cluster_path, output)
+        if json_path is not None:
+            figures = [
+                {key: None if value == math.inf else value for key, value in asdict(row).items()} for row in made.rows
+            ]
+            Path(json_path).write_text(json.dumps(figures, indent=2) + "\n")
+
+
+@command.command()
+@click.argument("path", metavar="FILE", type=click.Path(dir_okay=False))
+@click.option(
+    "--report", "report_path", type=click.Path(dir_okay=False), help="Write a page with a picture of the network."
+)
+@_searching
+def explain(
+    path: str, report_path: str | None, job_name: str | None, seed: int, seconds: float, levels: int | None
+) -> None:
+    """Say where a deployment's gradients flow, what that loads, and what is full; of a cluster file, what a plan's do."""
+    need("penstock plan", "scipy")
+    from penstock.tools.plan import explained
+
+    with _reporting():
+        text = places.read_text(path, path)
+        if explained.is_deployment(text, path):
+            found = explained.of_deployment(text, path, seconds=seconds, levels=levels)
+        else:
+            cluster = file.load(path)
+            job = _job(cluster, job_name)
+            found = explained.of_plan(cluster, plan(cluster, job, seed=seed, seconds=seconds, levels=levels))
+        click.echo(explained.describe(found))
+        if report_path is not None:
+            need("penstock plan explain --report", "matplotlib")
+            from penstock.reports import render
+
+            write_whole(Path(report_path), render(explained.page(found, path)))
+            click.echo(f"\nReport: {Path(report_path).resolve()}")
+
+
+def _write(made: Plan, cluster: Cluster, cluster_path: str, output: str) -> None:
+    """The deployment, after the parser of the ranks has read it."""
+    from penstock.planning.deploy import deployment
+
+    folder = Path(output).resolve().parent
+    where = os.path.relpath(Path(cluster_path).resolve(), folder)
+    text = deployment(cluster, made.job, made.scheme, where, {"A plan": made.told()})
+    deployments.parse(text, output, str(folder)).check_world(len(made.job.workers))
+    Path(output).write_text(text)
+    click.echo(f"\n{output} is the deployment: PENSTOCK_DEPLOYMENT={output}")
+
+
+@contextmanager
+def _reporting() -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _rate_of(text: str) -> float:
+    try:
+        entry = places.compose(f'"{text}"', "--at-least", "a rate")
+        return float(units.RATE.read(entry))
+    except ConfigError as error:
+        raise click.UsageError(f"--at-least: {error}") from None
+
+
+def _job(cluster: Cluster, name: str | None) -> Job:
+    if name is not None:
+        if name not in cluster.job:
+            raise ConfigError(f"--job {name}: the file has {', '.join(cluster.job) or 'no job'}")
+        return cluster.job[name]
+    if len(cluster.jobs) != 1:
+        raise cluster.wrong(
+            "jobs",
+            f"are {len(cluster.jobs)}: "
+            + ("choose with --job, or plan them with --all-jobs" if cluster.jobs else "a plan is for one"),
+        )
+    return cluster.jobs[0]

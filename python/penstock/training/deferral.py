@@ -1,0 +1,514 @@
+"""Averages that arrive while a script goes on: the optimizer steps each parameter when its gradient is there.
+
+```text
+  backward()   ends when all ranks' passes have ended; many gradients are still on their way
+  step()       steps what has arrived
+  forward      a layer that uses a parameter waits for its gradient, and steps it
+```
+As in ByteScheduler (Peng et al., SOSP 2019), but no layer has a hook for it: until its gradient has arrived, a parameter has the
+class `PendingParameter`, and its gradient `PendingGradient`. torch tells these of every use of them in Python, as it does for its
+own parameters that have no shape yet (``torch.nn.parameter.UninitializedParameter``), and what needs values waits for them first.
+So a script that clips gradients, logs norms, keeps averages of weights or saves a checkpoint sees what it would see without this.
+
+Only the step of optimizers is deferred that treat each parameter by itself (`OPTIMIZERS`): the values are the same to the bit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import itertools
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.optim.optimizer as hooks
+
+from penstock import _core
+from penstock.errors import Config as ConfigError
+from penstock.errors import PenstockError
+from penstock.training import optimizer_steps
+from penstock.training.optim import AdamSGD
+from penstock.training.passes import BackwardPass
+from penstock.training.steps import SHARED
+
+__all__ = ["Deferral", "PendingGradient", "PendingParameter", "check"]
+
+
+def check(optimizer: torch.optim.Optimizer, trained: Iterable[torch.nn.Parameter]) -> None:
+    """Whether an optimizer's step can be deferred.
+
+    Raises:
+        penstock.errors.Config: it cannot; or none of its parameters is ``trained``.
+    """
+    name = type(optimizer).__name__
+    if type(optimizer) not in OPTIMIZERS:
+        known = ", ".join(sorted(one.__name__ for one in OPTIMIZERS))
+        raise ConfigError(
+            f"the step of {name} may need all gradients at once: that it treats each parameter by itself is known of {known}, "
+            "not of classes derived from them. Leave optimizer= out"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ConfigError(
+            f"{name} with differentiable=True: its step is a part of a graph and cannot wait. Leave optimizer= out"
+        )
+    if set(map(id, trained)).isdisjoint(map(id, optimizer_steps.parameters(optimizer))):
+        raise ConfigError(f"none of the parameters that {name} steps is averaged by this reducer")
+
+
+class Deferral:
+    """The gradients of a reducer that are still on their way, and the steps that wait for them. Any thread may use the
+    parameters.
+
+    Args:
+        reducer: averages them.
+        parameters: by the index of their gradient, from the last layer to the first.
+        optimizer: `check` has passed it.
+        ends: what undoes this goes there, and refers to no part of this object.
+    """
+
+    def __init__(
+        self,
+        reducer: _core.Reducer,
+        parameters: Sequence[torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        ends: contextlib.ExitStack,
+    ) -> None:
+        self.optimizer = optimizer
+        self._reducer = reducer
+        self._parameters = parameters
+        self._lock = threading.RLock()
+        # From the first layer to the last, as the next forward pass needs them and as they are sent.
+        self._pending: dict[int, _Pending] = {}
+        # Completes when the last pass's have arrived.
+        self._flushed: list[_core.Ticket] = []
+        # The thread on which the optimizer makes its step: it finds no gradient there where that is pending.
+        self._stepping: int | None = None
+        # Since that step: the hyperparameters of its groups, and the group of each parameter whose step is owed.
+        self._owed: tuple[list[dict[str, Any]], dict[int, int]] | None = None
+        # A channel that closes ends what is on its way, also for other ranks.
+        ends.callback(_wait, self._flushed)
+        this = weakref.ref(self)
+        for hook in (
+            optimizer.register_step_post_hook(lambda *_: Deferral._stepped(this())),
+            optimizer.register_state_dict_pre_hook(lambda _: Deferral._finish(this())),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: Deferral._finish(this())),
+        ):
+            ends.callback(hook.remove)
+        _alive.add(self)
+
+    def begin(self, one: BackwardPass) -> None:
+        """All ranks' passes have ended. Wait for gradients, but for those that can arrive later.
+
+        Raises:
+            penstock.errors.PenstockError: the group has failed.
+        """
+        handed, versions = one.handed, one.states.versions
+        late = [index for index in handed if self._reducer.arrival(index) is not None]
+        stepped = set() if not late or _runs_compiled() else set(map(id, optimizer_steps.parameters(self.optimizer)))
+        deferred = {
+            index
+            for index in late
+            if versions.get(index, SHARED) != SHARED and self._is_deferred(index, handed[index], stepped)
+        }
+        for index in late:
+            arrival = None if index in deferred else self._reducer.arrival(index)
+            if arrival is not None:
+                arrival.wait()
+        with self._lock:
+            self._stepping, self._owed = None, None
+            self._flushed[:] = filter(None, [one.flushed])
+            for index in sorted(deferred, reverse=True):
+                if self._reducer.arrival(index) is not None:
+                    self._pending[index] = _Pending((weakref.ref(self), index), self._parameters[index], handed[index])
+
+    def is_pending(self) -> bool:
+        """Whether gradients are on their way, or steps wait for them."""
+        return bool(self._pending)
+
+    def finish(self) -> None:
+        """Wait for all gradients, and make the steps that wait for them.
+
+        Raises:
+            penstock.errors.PenstockError: the group has failed. Steps that waited are not made: parameters are of two steps.
+        """
+        while True:
+            with self._lock:  # another thread may be making the last steps
+                index = next(iter(self._pending), None)
+            if index is None:
+                break
+            self.arrive(index)
+        while self._flushed:
+            self._flushed.pop().wait()
+
+    def settle(self) -> None:
+        """Finish, unless the group has failed."""
+        try:
+            self.finish()
+        except PenstockError:
+            self._drop()
+
+    def step(self) -> None:
+        """The optimizer is about to step: let it step what has arrived, now, and the rest later."""
+        with self._lock:
+            if self._owed is not None or self._has_hooks():
+                # It steps by the same gradients again, or somebody looks at all of them on the way.
+                self.finish()
+                return
+            self._take_arrived()
+            if not self._pending:
+                return
+            ids = {id(one.parameter): index for index, one in self._pending.items()}
+            groups = self.optimizer.param_groups
+            places = {
+                ids[id(each)]: at for at, group in enumerate(groups) for each in group["params"] if id(each) in ids
+            }
+            self._owed = [_hyperparameters(group) for group in groups], places
+            self._stepping = threading.get_ident()
+            # A graph from before this step is told that its weights have changed.
+            torch.autograd.graph.increment_version([self._pending[index].parameter for index in places])
+
+    def arrive(self, index: int) -> None:
+        """Wait for a gradient, and make the step that waits for it.
+
+        Raises:
+            penstock.errors.PenstockError: the group has failed.
+        """
+        # Not under the lock: other threads may use what has arrived.
+        arrival = self._reducer.arrival(index) if index in self._pending else None
+        if arrival is not None:
+            try:
+                arrival.wait()
+            except PenstockError:
+                self._drop()
+                raise
+        with self._lock:
+            if index in self._pending:
+                self._take([index])
+            self._take_arrived()
+
+    def gradient(self, index: int) -> torch.Tensor | None:
+        """What ``grad`` of a parameter gives: a tensor that is waited for when it is used."""
+        with self._lock:
+            self._end_raised_step()
+            one = self._pending.get(index)
+            if one is not None and self._stepping == threading.get_ident():
+                return None
+            if one is not None and one.is_dropped:
+                return one.fresh()
+            if one is not None and one.fresh() is None:
+                return one.gradient
+        self.arrive(index)
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._parameters[index].grad
+
+    def drop_gradient(self, index: int) -> None:
+        """``zero_grad()``: from now on the gradient is there for the step that waits for it, only."""
+        with self._lock:
+            self._end_raised_step()
+            one = self._pending.get(index)
+            if one is not None and self._owed is not None and index in self._owed[1]:
+                one.is_dropped = True
+                one.set(None)
+                return
+        # There is no step that waits for it.
+        self.arrive(index)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._parameters[index].grad = None
+
+    def _drop(self) -> None:
+        """The gradients do not arrive."""
+        with self._lock:
+            for one in self._pending.values():
+                one.begin_step()
+                one.end()
+            self._pending.clear()
+            self._flushed.clear()
+            self._owed, self._stepping = None, None
+
+    def _is_deferred(self, index: int, gradient: torch.Tensor, stepped: set[int]) -> bool:
+        """Not what shares memory with other tensors, which would not wait."""
+        parameter = self._parameters[index]
+        return (
+            id(parameter) in stepped
+            and type(parameter) is torch.nn.Parameter
+            and type(gradient) is torch.Tensor
+            and parameter.grad is gradient
+            and not gradient.requires_grad
+            and all(one._base is None and one.untyped_storage().nbytes() == one.nbytes for one in (parameter, gradient))
+        )
+
+    def _has_hooks(self) -> bool:
+        """Besides the one of all reducers, and this object's."""
+        own = self.optimizer
+        befores = len(own._optimizer_step_pre_hooks) + len(hooks._global_optimizer_pre_hooks)
+        return befores + len(own._optimizer_step_post_hooks) + len(hooks._global_optimizer_post_hooks) > 2
+
+    def _take_arrived(self) -> None:
+        """Steps that are made together cost less."""
+        self._take(list(itertools.takewhile(lambda index: self._reducer.arrival(index) is None, self._pending)))
+
+    def _take(self, arrived: Sequence[int]) -> None:
+        self._end_raised_step()
+        taken = [(index, self._pending.pop(index)) for index in arrived]
+        for _, one in taken:
+            one.begin_step()
+        try:
+            if self._owed is not None:
+                hyperparameters, places = self._owed
+                groups: dict[int, list[torch.nn.Parameter]] = {}
+                for index, one in taken:
+                    if index in places:
+                        groups.setdefault(places[index], []).append(one.parameter)
+                self._step([{**hyperparameters[at], "params": each} for at, each in groups.items()])
+        finally:
+            for _, one in taken:
+                one.end()
+
+    def _step(self, groups: list[dict[str, Any]]) -> None:
+        """A part of the optimizer's step, whose hooks have been called. To other threads the parameters are pending until its
+        end, and the optimizer has its groups: a schedule may change them meanwhile."""
+        if not groups:
+            return
+        part = object.__new__(type(self.optimizer))
+        part.__dict__.update(self.optimizer.__dict__, param_groups=groups)
+        with torch._C.DisableTorchFunctionSubclass():
+            type(part).step.__wrapped__(part)  # type: ignore[attr-defined]
+
+    def _end_raised_step(self) -> None:
+        """A step of the optimizer that has raised owes nothing."""
+        if self._stepping == threading.get_ident() and not optimizer_steps.is_stepping(self.optimizer):
+            self._stepping, self._owed = None, None
+
+    @staticmethod
+    def _stepped(this: Deferral | None) -> None:
+        if this is not None:
+            this._stepping = None
+
+    @staticmethod
+    def _finish(this: Deferral | None) -> None:
+        if this is not None:
+            this.finish()
+
+
+class _Pending:
+    """A parameter whose gradient is on its way, from now until `end`.
+
+    Args:
+        place: where it stands.
+        gradient: as autograd has made it.
+    """
+
+    __slots__ = ("_made", "gradient", "is_dropped", "parameter")
+
+    def __init__(self, place: _Place, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        self.parameter = parameter
+        self.gradient = gradient
+        self.is_dropped = False
+        """It is there for the step that waits for it, only."""
+        # A pass that uses no parameter, only what an earlier forward pass has left, would add to it.
+        parameter.grad = None
+        _places[id(parameter)] = _places[id(gradient)] = place
+        parameter.__class__ = PendingParameter
+        gradient.__class__ = PendingGradient
+
+    def fresh(self) -> torch.Tensor | None:
+        """What a pass has made meanwhile."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameter.grad
+
+    def set(self, gradient: torch.Tensor | None) -> None:
+        """In place of what a pass has made."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.parameter.grad = gradient
+
+    def begin_step(self) -> None:
+        """The gradient is there, or never will be: the parameter has it, until `end`."""
+        self._made = self.fresh()
+        self.set(self.gradient)
+
+    def end(self) -> None:
+        """Both are ordinary tensors again."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.is_dropped:
+                self.parameter.grad = self._made
+            elif self._made is not None:
+                # As autograd would have added it.
+                self.gradient.add_(self._made)
+        # The classes come last: they tell other threads that all is done.
+        del _places[id(self.parameter)], _places[id(self.gradient)]
+        self.gradient.__class__ = torch.Tensor
+        self.parameter.__class__ = torch.nn.Parameter
+
+
+def _arrived(name: str) -> Any:
+    """A method that asks for the class of its tensor before it uses the tensor."""
+
+    def method(self: torch.Tensor, argument: Any) -> Any:
+        _arrive((self,))
+        return getattr(self, name)(argument)
+
+    return method
+
+
+class PendingGradient(torch.Tensor):
+    """A gradient that is waited for when it is used."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _use(function, args, kwargs or {})
+
+    __deepcopy__, __reduce_ex__ = _arrived("__deepcopy__"), _arrived("__reduce_ex__")
+
+
+class PendingParameter(torch.nn.Parameter):
+    """A parameter that is stepped when it is used."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = _place(args[0]) if args else None
+        if found is not None and isinstance(args[0], PendingParameter):
+            deferral, index = found
+            if function == _GET_GRAD:
+                return deferral.gradient(index)
+            if function == _DELETE_GRAD or (function == _SET_GRAD and args[1] is None):
+                return deferral.drop_gradient(index)
+        return _use(function, args, kwargs or {})
+
+    __deepcopy__, __reduce_ex__ = _arrived("__deepcopy__"), _arrived("__reduce_ex__")
+
+
+def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if function in _WITHOUT_VALUES:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+    _arrive((args, kwargs))
+    return function(*args, **kwargs)
+
+
+def _arrive(used: Any) -> None:
+    """Wait for all that is pending in these."""
+    for one in used.values() if isinstance(used, dict) else used:
+        if isinstance(one, PendingParameter | PendingGradient):
+            found = _place(one)
+            if found is not None:
+                found[0].arrive(found[1])
+            if isinstance(one, PendingParameter | PendingGradient):
+                # Its reducer is gone, or an interrupt has kept it from its end.
+                one.__class__ = torch.nn.Parameter if isinstance(one, torch.nn.Parameter) else torch.Tensor
+        elif isinstance(one, tuple | list | dict):
+            _arrive(one)
+
+
+def _place(one: Any) -> tuple[Deferral, int] | None:
+    this, index = _places.get(id(one), (_nothing, 0))
+    deferral = this()
+    return None if deferral is None else (deferral, index)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _wait(tickets: list[_core.Ticket]) -> None:
+    for one in tickets:
+        with contextlib.suppress(PenstockError):
+            one.wait()
+
+
+def _settle_all() -> None:
+    for one in list(_alive):
+        one.settle()
+
+
+atexit.register(_settle_all)
+# In a child nothing arrives.
+os.register_at_fork(before=_settle_all)
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """Of a parameter group, as they are now: a schedule changes them after the step."""
+    return {
+        key: value if isinstance(value, bool | int | float | str | None) else copy.deepcopy(value)
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _runs_compiled() -> bool:
+    """Whether this process has compiled or scripted Python code, which then uses parameters without Python."""
+    utils, scripts = sys.modules.get("torch._dynamo.utils"), sys.modules.get("torch.jit._recursive")
+    return bool((utils and utils.counters["frames"]) or (scripts and scripts.concrete_type_store.type_store))
+
+
+_Place = tuple[Callable[[], Deferral | None], int]
+# Of the parameters and gradients that are pending, by their ids.
+_places: dict[int, _Place] = {}
+_alive: weakref.WeakSet[Deferral] = weakref.WeakSet()
+
+_NAMES = (
+    "ASGD",
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+OPTIMIZERS = {AdamSGD, *(getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name))}
+"""Their steps treat each parameter by itself. (Some are not in every torch.)"""
+
+_GET_GRAD = torch.Tensor.grad.__get__
+_SET_GRAD = torch.Tensor.grad.__set__
+_DELETE_GRAD = torch.Tensor.grad.__delete__
+# What tells nothing of a tensor's values.
+_PROPERTIES = (
+    *(
+        "device",
+        "dtype",
+        "grad_fn",
+        "is_cpu",
+        "is_cuda",
+        "is_leaf",
+        "is_meta",
+        "is_sparse",
+        "itemsize",
+        "layout",
+        "nbytes",
+    ),
+    *("ndim", "requires_grad", "retains_grad", "shape"),
+)
+_METHODS = (
+    *(
+        "__len__",
+        "dim",
+        "element_size",
+        "is_complex",
+        "is_contiguous",
+        "is_floating_point",
+        "nelement",
+        "numel",
+        "size",
+        "stride",
+    ),
+    "storage_offset",
+)
+_WITHOUT_VALUES = {
+    *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
+    *(getattr(torch.Tensor, name) for name in _METHODS),
+}
