@@ -31,6 +31,13 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", forked.Popen)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _fork_server() -> None:
+    """The server of forks starts before a test enters an emulated host: with that host its keeper would end the server, too."""
+    if "ranks" in sys.modules:
+        sys.modules["ranks"].fork_server()
+
+
 def pytest_configure() -> None:
     # Before any test imports torch or Penstock, and inherited by every rank: a user's own settings, or the job that a
     # scheduler started this session in, would decide interfaces, world sizes and time limits here.

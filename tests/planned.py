@@ -5,8 +5,25 @@ from __future__ import annotations
 import random
 
 from penstock.cluster.network import Aggregator, Cluster, End, Host, Job, Link, Nic, Server, Switch
+from penstock.planning.exact import exact
+from penstock.planning.problem import Problem
+from penstock.planning.relax import Relaxed, relax
+from penstock.planning.solve import Solved, search
 
 MBIT = 1_000_000
+
+
+def near_best(cluster: Cluster, seed: int, *, levels: int | None = None) -> tuple[Problem, Relaxed, Solved, Solved]:
+    """The problem of a cluster's one job, its relaxation, what the search finds and the proven best. What is found is within 8 %
+    of the best, and that within the bound."""
+    (job,) = cluster.jobs
+    problem = Problem(cluster, job, levels=levels)
+    relaxed = relax(problem)
+    best, is_proven = exact(problem, 120)
+    assert is_proven, f"seed {seed}"
+    found = search(problem, seed=seed, seconds=60, relaxed=relaxed)
+    assert 0.92 * best.rate <= found.rate <= best.rate * (1 + 1e-6) <= relaxed.bound * (1 + 2e-6), f"seed {seed}"
+    return problem, relaxed, found, best
 
 
 def cluster_of(

@@ -9,6 +9,7 @@ import collections
 import copy
 import functools
 import gc
+import logging
 import os
 import pickle
 import random
@@ -25,7 +26,7 @@ from torch import nn
 import penstock.optim
 import ranks
 from penstock import _core
-from penstock.errors import Config, PeerLost
+from penstock.errors import Config, Mismatch, PeerLost
 from penstock.tools import testbed
 from penstock.torch import GradientReducer
 from penstock.training.deferral import OPTIMIZERS, PendingGradient, PendingParameter
@@ -380,6 +381,60 @@ def _refused() -> None:
     ):
         with pytest.raises(Config, match=says):
             GradientReducer(model, optimizer=optimizer)
+    dist.destroy_process_group()
+
+
+def test_what_keeps_steps_from_overlapping_is_said() -> None:
+    """Once a process, with the reason; the gradients are there when a pass ends."""
+    for said in ranks.run(_kept, count=2, env={"PENSTOCK_CHECK": "nan"}):
+        (line,) = [each for each in said if "waits for all gradients in each step" in each]
+        assert line.startswith(f"rank {said[-1]}: ") and "PENSTOCK_CHECK is set" in line
+
+
+def _kept() -> list[str]:
+    dist.init_process_group("penstock")
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("penstock").addHandler(handler)
+    for _ in range(2):
+        model = nn.Linear(4, 4)
+        reducer = GradientReducer(model, optimizer=torch.optim.SGD(model.parameters()))
+        assert reducer._deferral is None
+        model(torch.ones(1, 4)).sum().backward()
+        reducer.wait()
+    said.append(str(dist.get_rank()))
+    dist.destroy_process_group()
+    return said
+
+
+def test_a_pass_raises_on_another_rank() -> None:
+    """While gradients that all have agreed on are on their way: the step is dropped, the group lives, the next step is right."""
+    with testbed.Testbed(hosts=2, link=testbed.LinkSpec(rate_mbit=50)) as bed:
+        ranks.run(_raises, count=2, bed=bed)
+
+
+def _raises() -> None:
+    dist.init_process_group("penstock")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1_000_000))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    reducer = GradientReducer(model, optimizer=sgd)
+    raising = dist.get_rank() == 1
+
+    def half_way(_: torch.Tensor) -> None:
+        if raising:
+            while not reducer.stats()["buckets"]:  # until the ranks have agreed on the large ones
+                os.sched_yield()
+            raise RuntimeError("half-way")
+
+    model[0].weight.register_hook(half_way)
+    with pytest.raises(RuntimeError if raising else Mismatch, match="half-way" if raising else "rank 1 raised"):
+        model(torch.ones(1, 2)).sum().backward()
+    raising = False
+    sgd.zero_grad()
+    model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+    sgd.step()
+    assert bool((model[1].bias.grad == 1.0).all())
     dist.destroy_process_group()
 
 

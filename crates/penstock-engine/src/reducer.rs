@@ -566,14 +566,14 @@ impl Reducer {
     fn settle(&self) {
         let mut state = self.lock();
         let is_agreed = state.failed.is_some() || state.readiness.is_idle();
-        if let Some(ticket) = state.agreed.take_if(|_| is_agreed) {
-            let result =
-                state.failed.as_ref().or(state.dropped.as_ref()).map_or(Ok(()), |failure| Err(failure.clone()));
+        let is_idle = state.running == 0 && is_agreed;
+        // A step that fails or is dropped is over when nothing of it is on its way.
+        let failure = state.failed.as_ref().or(state.dropped.as_ref()).cloned();
+        if let Some(ticket) = state.agreed.take_if(|_| is_idle || (is_agreed && failure.is_none())) {
             drop(state);
-            ticket.complete(result);
+            ticket.complete(failure.map_or(Ok(()), Err));
             state = self.lock();
         }
-        let is_idle = state.running == 0 && is_agreed;
         let Some(ticket) = state.flushed.take_if(|_| is_idle) else { return };
         let (withdrawn, dropped) = (std::mem::take(&mut state.withdrawn), state.dropped.take());
         if !withdrawn && dropped.is_none() {

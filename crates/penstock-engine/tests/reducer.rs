@@ -414,6 +414,29 @@ fn withdrawn_in_the_middle() {
     }
 }
 
+/// A step is dropped while a long bucket is on its way: whoever waits for the ranks' agreement is told when that has ended, so that it
+/// finds the step over.
+#[test]
+fn dropped_while_gradients_are_on_their_way() {
+    let ranks = Ranks::new(2, false, &[10, 8_000_000], |_| {});
+    let mut gradients = [0, 1].map(|_| vec![1f32; 8_000_000]);
+    let mut rest = vec![1f32; 10];
+    for (reducer, own) in ranks.reducers.iter().zip(&mut gradients) {
+        // SAFETY: kept until the end.
+        unsafe { reducer.submit(1, own.as_mut_ptr().cast(), 32_000_000, false, None) }.expect("submitted");
+    }
+    until(|| ranks.reducers.iter().all(|reducer| reducer.stats().buckets > 0));
+    // SAFETY: kept until the end.
+    unsafe { ranks.reducers[0].submit(0, rest.as_mut_ptr().cast(), 40, false, None) }.expect("submitted");
+    let flushed = ranks.reducers[0].flush();
+    let agreed = ranks.reducers[0].agreed();
+    let withdrawn = ranks.reducers[1].withdraw();
+    assert_eq!(wait(&agreed).expect_err("dropped").kind, FailureKind::Mismatch);
+    assert!(ranks.reducers[0].arrival(1).is_none(), "it is still on its way");
+    assert_eq!(wait(&flushed).expect_err("dropped").kind, FailureKind::Mismatch);
+    wait(&withdrawn).expect("withdrawn");
+}
+
 /// What is not the gradient that was described, and two gradients in one memory, are refused before they are looked at.
 #[test]
 fn other_memory() {

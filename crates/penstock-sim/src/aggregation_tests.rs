@@ -176,21 +176,27 @@ fn faults_at_every_packet() {
     for (shape, aggregators) in [(Shape::Star, 1), (Shape::Racks, 2), (Shape::Core, 3)] {
         for (floats, shards) in [(false, 1), (true, 1), (false, 2)] {
             let scenario = Scenario { floats, shards, ..quiet(shape, 3) };
-            let mut faults =
-                vec![Fault::Kill { job: 0, worker: 1 }, Fault::Cut { job: 0, worker: 2 }, Fault::LoseServer { job: 0 }];
-            for aggregator in 0..aggregators {
-                faults.extend([Fault::Restart { aggregator, down: 3 * MILLISECOND }, Fault::Die { aggregator }]);
-            }
-            for at in 0..check(&scenario).arrived {
-                for fault in &faults {
-                    check(&Scenario { faults: vec![(at, *fault)], ..scenario.clone() });
-                    runs += 1;
-                }
-            }
+            runs += with_each_fault(&scenario, aggregators);
         }
     }
     println!("{runs} runs");
     assert!(runs > 2000);
+}
+
+/// Checks a scenario of three workers with each fault at each of its packets; returns how many runs that were.
+fn with_each_fault(scenario: &Scenario, aggregators: usize) -> usize {
+    let mut faults =
+        vec![Fault::Kill { job: 0, worker: 1 }, Fault::Cut { job: 0, worker: 2 }, Fault::LoseServer { job: 0 }];
+    for aggregator in 0..aggregators {
+        faults.extend([Fault::Restart { aggregator, down: 3 * MILLISECOND }, Fault::Die { aggregator }]);
+    }
+    let arrived = check(scenario).arrived;
+    for at in 0..arrived {
+        for fault in &faults {
+            check(&Scenario { faults: vec![(at, *fault)], ..scenario.clone() });
+        }
+    }
+    arrived as usize * faults.len()
 }
 
 /// Without faults a worker sends each block once and gets each result once, however many there are: what in-network

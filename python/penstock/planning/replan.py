@@ -92,8 +92,7 @@ def decide(
 
     Raises:
         penstock.errors.Config: a worker or a server that is needed is cut off, or nothing has places for all workers; or the
-        event
-            names what the cluster lacks. The old state still holds.
+            event names what the cluster lacks. The old state still holds.
     """
     patience = patience or Patience()
     state = _after(cluster, state, event)

@@ -19,11 +19,12 @@ import atexit
 import contextlib
 import copy
 import itertools
+import logging
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,12 +33,15 @@ import torch.optim.optimizer as hooks
 from penstock import _core
 from penstock.errors import Config as ConfigError
 from penstock.errors import PenstockError
+from penstock.torch.life import Life
 from penstock.training import optimizer_steps
 from penstock.training.optim import AdamSGD
 from penstock.training.passes import BackwardPass
 from penstock.training.steps import SHARED
 
-__all__ = ["Deferral", "PendingGradient", "PendingParameter", "check"]
+__all__ = ["Deferral", "PendingGradient", "PendingParameter", "check", "made"]
+
+log = logging.getLogger("penstock")
 
 
 def check(optimizer: torch.optim.Optimizer, trained: Iterable[torch.nn.Parameter]) -> None:
@@ -61,11 +65,33 @@ def check(optimizer: torch.optim.Optimizer, trained: Iterable[torch.nn.Parameter
         raise ConfigError(f"none of the parameters that {name} steps is averaged by this reducer")
 
 
+def made(
+    backend: Life,
+    rank: int,
+    reducer: _core.Reducer,
+    parameters: Sequence[torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    ends: contextlib.ExitStack,
+    needs: Mapping[str, object],
+) -> Deferral | None:
+    """A deferral, as `Deferral`; None without an optimizer, or where something needs all gradients at the end of a pass.
+
+    Args:
+        needs: what may need them, in words for the log, and whether it does.
+    """
+    if optimizer is None or _says_why_not(rank, [need for need, is_there in needs.items() if is_there]):
+        return None
+    deferral = Deferral(rank, reducer, parameters, optimizer, ends)
+    backend.settle_before_end(deferral)
+    return deferral
+
+
 class Deferral:
     """The gradients of a reducer that are still on their way, and the steps that wait for them. Any thread may use the
     parameters.
 
     Args:
+        rank: this one, for the log.
         reducer: averages them.
         parameters: by the index of their gradient, from the last layer to the first.
         optimizer: `check` has passed it.
@@ -74,12 +100,14 @@ class Deferral:
 
     def __init__(
         self,
+        rank: int,
         reducer: _core.Reducer,
         parameters: Sequence[torch.nn.Parameter],
         optimizer: torch.optim.Optimizer,
         ends: contextlib.ExitStack,
     ) -> None:
         self.optimizer = optimizer
+        self._rank = rank
         self._reducer = reducer
         self._parameters = parameters
         self._lock = threading.RLock()
@@ -110,7 +138,8 @@ class Deferral:
         """
         handed, versions = one.handed, one.states.versions
         late = [index for index in handed if self._reducer.arrival(index) is not None]
-        stepped = set() if not late or _runs_compiled() else set(map(id, optimizer_steps.parameters(self.optimizer)))
+        is_seen = late and not _says_why_not(self._rank, _compiled())
+        stepped = set(map(id, optimizer_steps.parameters(self.optimizer))) if is_seen else set()
         deferred = {
             index
             for index in late
@@ -143,8 +172,9 @@ class Deferral:
             if index is None:
                 break
             self.arrive(index)
-        while self._flushed:
-            self._flushed.pop().wait()
+        for one in list(self._flushed):
+            one.wait()
+        self._flushed.clear()
 
     def settle(self) -> None:
         """Finish, unless the group has failed."""
@@ -156,8 +186,9 @@ class Deferral:
     def step(self) -> None:
         """The optimizer is about to step: let it step what has arrived, now, and the rest later."""
         with self._lock:
-            if self._owed is not None or self._has_hooks():
-                # It steps by the same gradients again, or somebody looks at all of them on the way.
+            # Somebody looks at all gradients on the way, or it steps by the same ones again.
+            hooked = ["the optimizer's step has hooks"] if self._has_hooks() else []
+            if _says_why_not(self._rank, hooked) or self._owed is not None:
                 self.finish()
                 return
             self._take_arrived()
@@ -435,6 +466,20 @@ atexit.register(_settle_all)
 os.register_at_fork(before=_settle_all)
 
 
+def _says_why_not(rank: int, reasons: Sequence[str]) -> bool:
+    """Whether there are reasons why a step must be complete at its end, which the log has once."""
+    for reason in reasons:
+        if reason not in _said:
+            _said.add(reason)
+            log.warning(
+                "rank %d: a GradientReducer has an optimizer, but waits for all gradients in each step: %s. (Reported once; "
+                "docs/guide/gradients.md, steps that overlap)",
+                rank,
+                reason,
+            )
+    return bool(reasons)
+
+
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """Of a parameter group, as they are now: a schedule changes them after the step."""
     return {
@@ -444,71 +489,35 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _runs_compiled() -> bool:
-    """Whether this process has compiled or scripted Python code, which then uses parameters without Python."""
+def _compiled() -> list[str]:
+    """What has compiled code of this process, which then uses parameters without Python."""
     utils, scripts = sys.modules.get("torch._dynamo.utils"), sys.modules.get("torch.jit._recursive")
-    return bool((utils and utils.counters["frames"]) or (scripts and scripts.concrete_type_store.type_store))
+    dynamo, script = utils and utils.counters["frames"], scripts and scripts.concrete_type_store.type_store
+    used = {"torch.compile was used": dynamo, "torch.jit.script was used": script}
+    return [reason for reason, holds in used.items() if holds]
 
 
 _Place = tuple[Callable[[], Deferral | None], int]
 # Of the parameters and gradients that are pending, by their ids.
 _places: dict[int, _Place] = {}
 _alive: weakref.WeakSet[Deferral] = weakref.WeakSet()
+_said: set[str] = set()
 
-_NAMES = (
-    "ASGD",
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "Muon",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-)
-OPTIMIZERS = {AdamSGD, *(getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name))}
+_NAMES = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"
+OPTIMIZERS = {AdamSGD, *(getattr(torch.optim, name) for name in _NAMES.split() if hasattr(torch.optim, name))}
 """Their steps treat each parameter by itself. (Some are not in every torch.)"""
 
 _GET_GRAD = torch.Tensor.grad.__get__
 _SET_GRAD = torch.Tensor.grad.__set__
 _DELETE_GRAD = torch.Tensor.grad.__delete__
 # What tells nothing of a tensor's values.
-_PROPERTIES = (
-    *(
-        "device",
-        "dtype",
-        "grad_fn",
-        "is_cpu",
-        "is_cuda",
-        "is_leaf",
-        "is_meta",
-        "is_sparse",
-        "itemsize",
-        "layout",
-        "nbytes",
-    ),
-    *("ndim", "requires_grad", "retains_grad", "shape"),
-)
+_PROPERTIES = """
+    device dtype grad_fn is_cpu is_cuda is_leaf is_meta is_sparse itemsize layout nbytes ndim requires_grad retains_grad shape
+"""
 _METHODS = (
-    *(
-        "__len__",
-        "dim",
-        "element_size",
-        "is_complex",
-        "is_contiguous",
-        "is_floating_point",
-        "nelement",
-        "numel",
-        "size",
-        "stride",
-    ),
-    "storage_offset",
+    "__len__ dim element_size is_complex is_contiguous is_floating_point nelement numel size storage_offset stride"
 )
 _WITHOUT_VALUES = {
-    *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
-    *(getattr(torch.Tensor, name) for name in _METHODS),
+    *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()),
+    *(getattr(torch.Tensor, name) for name in _METHODS.split()),
 }

@@ -31,7 +31,6 @@ from penstock.torch import backend
 from penstock.torch.gather import gatherer
 from penstock.training import checks, deferral, optimizer_steps, ownership, passes, sparse, tuning
 from penstock.training.broadcast import broadcast_values
-from penstock.training.deferral import Deferral
 from penstock.training.passes import BackwardPass
 from penstock.training.slots import Slots
 from penstock.training.steps import SHARED, Steps, state
@@ -210,10 +209,10 @@ class GradientReducer:
                 timeout_s=self._backend.timeout_s,
             )
             ends.callback(self._tuning.close)
-        self._deferral: Deferral | None = None
-        if optimizer is not None and not (asked or trained.sparse or self._tuning):
-            self._deferral = Deferral(self._reducer, trained.dense, optimizer, ends)
-            self._backend.settle_before_end(self._deferral)
+        needs = {"PENSTOCK_CHECK is set": asked, "a tuner is on": self._tuning, "gradients are sparse": trained.sparse}
+        self._deferral = deferral.made(
+            self._backend, self._buckets.rank, self._reducer, trained.dense, optimizer, ends, needs
+        )
         self._enabled = True
         self._pass: BackwardPass | None = None
         # Completes when the operations of a pass that raised have ended.

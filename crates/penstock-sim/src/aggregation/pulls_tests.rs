@@ -53,17 +53,7 @@ fn faults_at_every_packet_of_pulls() {
     for (shape, aggregators) in [(Shape::Star, 1), (Shape::Core, 3)] {
         let held = Some(Held { limit: 6, longest: 3 * MILLISECOND, fails: false });
         let scenario = Scenario { held, operation: 3, queued: 2, ..quiet(shape, 3) };
-        let mut faults =
-            vec![Fault::Kill { job: 0, worker: 1 }, Fault::Cut { job: 0, worker: 2 }, Fault::LoseServer { job: 0 }];
-        for aggregator in 0..aggregators {
-            faults.extend([Fault::Restart { aggregator, down: 3 * MILLISECOND }, Fault::Die { aggregator }]);
-        }
-        for at in 0..check(&scenario).arrived {
-            for fault in &faults {
-                check(&Scenario { faults: vec![(at, *fault)], ..scenario.clone() });
-                runs += 1;
-            }
-        }
+        runs += with_each_fault(&scenario, aggregators);
     }
     println!("{runs} runs");
     assert!(runs > 1000);
