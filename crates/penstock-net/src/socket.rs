@@ -372,6 +372,25 @@ impl Reader {
         }
     }
 
+    /// Reads until the frame that has begun is whole, or the kernel has no more. Returns the bytes that were read, and how the last
+    /// read ended ([`Reader::fill`]).
+    pub(crate) fn fill_frame(
+        &mut self,
+        local: bool,
+        junk: &mut [u8],
+        descriptors: &mut Vec<Fd>,
+    ) -> (usize, Result<usize, Errno>) {
+        let mut total = 0;
+        loop {
+            let last = self.fill(local, junk, descriptors);
+            total += *last.as_ref().unwrap_or(&0);
+            let is_partial = self.frame.as_ref().is_some_and(|frame| frame.got < frame.header.length as usize);
+            if !is_partial || !matches!(last, Ok(1..)) {
+                return (total, last);
+            }
+        }
+    }
+
     /// One read from the kernel. `Ok(0)` is the end of the stream. Descriptors that a local socket passes are added to
     /// `descriptors`.
     pub(crate) fn fill(&mut self, local: bool, junk: &mut [u8], descriptors: &mut Vec<Fd>) -> Result<usize, Errno> {

@@ -234,7 +234,7 @@ impl<H: Handler> Turn<'_, H> {
             let mut reader = socket.reader.take().expect("only its thread reads");
             let lands = reader.landing();
             let claim = Claim { peer: Some(peer), token, lands, lent: Vec::new() };
-            let filled = self.claimed(claim, || reader.fill(local, junk, &mut descriptors));
+            let (count, last) = self.claimed(claim, || reader.fill_frame(local, junk, &mut descriptors));
             if !self.give_back_reader(token, reader) {
                 self.let_go(peer, lands);
                 return Ok(());
@@ -243,16 +243,14 @@ impl<H: Handler> Turn<'_, H> {
             for descriptor in descriptors.drain(..) {
                 handler.passed(peer, descriptor)?;
             }
-            match filled {
+            driver.peers.counts[thread].read_bytes += count as u64;
+            budget = budget.saturating_sub(count);
+            match last {
                 Ok(0) if driver.sockets.get(&token).is_some_and(|socket| socket.was_reset) => {
                     return Err(CloseReason::of_call(rustix::io::Errno::CONNRESET, local));
                 }
                 Ok(0) => return Err(CloseReason::ClosedThere),
-                Ok(count) => {
-                    driver.peers.counts[thread].read_bytes += count as u64;
-                    budget = budget.saturating_sub(count);
-                }
-                Err(rustix::io::Errno::INTR) => {}
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN) => return Ok(()),
                 Err(error) => return Err(CloseReason::of_call(error, local)),
             }

@@ -90,9 +90,12 @@ impl<C: Copied> Peer<C> {
             if let Some(&(priority, issue)) =
                 first.filter(|(priority, _)| least_urgent.is_none_or(|least| *priority <= least))
             {
+                // Other messages like it give streams something to carry, too.
+                let alike =
+                    self.outbox.ready.range((priority, 0)..=(priority, u64::MAX)).take(streams as usize).count();
                 let message = self.outbox.messages.get_mut(&issue).expect("ready messages are outgoing");
                 self.outbox.urgent += usize::from(!message.has_begun() && priority.is_urgent());
-                let (index, repeated) = message.next_frame(stream.frame_bytes(), streams);
+                let (index, repeated) = message.next_frame(stream.frame_bytes(), streams.div_ceil(alike as u64));
                 if !message.has_frames() {
                     self.outbox.ready.remove(&(priority, issue));
                 }
