@@ -66,6 +66,9 @@ impl Claims {
     /// A thread begins.
     pub(crate) fn open(&mut self, thread: usize, claim: Claim) {
         debug_assert!(self.of[thread].is_none(), "a thread does one thing at a time");
+        let is_taken =
+            claim.lands.is_some_and(|(key, offset)| claim.peer.is_some_and(|peer| self.lands(peer, &key, offset)));
+        debug_assert!(!is_taken, "one thread at a time touches a range");
         self.of[thread] = Some(claim);
     }
 
@@ -95,6 +98,11 @@ impl Claims {
     /// Whether a thread has a claim.
     pub(crate) fn has(&self, thread: usize) -> bool {
         self.of[thread].is_some()
+    }
+
+    /// The peer on whose stream a thread has a claim.
+    pub(crate) fn peer_of(&self, thread: usize) -> Option<PeerId> {
+        self.of[thread].as_ref()?.peer
     }
 
     /// The frame for which a thread that reads a socket has claimed its place.

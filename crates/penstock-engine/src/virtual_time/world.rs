@@ -219,9 +219,10 @@ impl<'a> World<'a> {
         if rank.user.at.is_some_and(|at| at <= now) {
             rank.act(&self.network, now);
         }
+        let is_due = rank.next_turn(&self.network) <= now;
         let Some(engine) = &mut rank.engine else { return };
-        if engine.threads.are_amid() || self.network.next(rank.rank) <= now {
-            let goes_on = engine.threads.turn();
+        if is_due {
+            let goes_on = engine.threads.turn(now);
             rank.busy_until = now.plus(self.rng.u64(1_000..20_000));
             if !goes_on {
                 let Engine { threads, the_loop, shared } = rank.engine.take().expect("it has just run");
@@ -259,7 +260,7 @@ impl<'a> World<'a> {
                 continue;
             }
             if is_whole && !may_lose {
-                let held = rank.held(&self.network);
+                let held = rank.held(&self.network, self.now);
                 let groups = rank.user.groups() as u64;
                 // A group that has failed opens no channel.
                 let has_failed = rank.user.failed.iter().any(|group| self.program.home(*group) == *group);

@@ -109,6 +109,13 @@ impl Driver {
             })
     }
 
+    /// Whether a thread has a claim on a stream of a peer that is gone.
+    fn has_parted(&self, thread: usize) -> bool {
+        let peer = self.peers.claims.peer_of(thread);
+        let is_gone = |peer| self.links[peer as usize].finished && !self.gone.iter().any(|gone| gone.peer == peer);
+        peer.is_some_and(is_gone)
+    }
+
     /// After all threads but this one have ended: takes over what they had.
     fn recall(&mut self) {
         for thread in 0..self.threads.count() {
@@ -323,6 +330,7 @@ impl<H: Handler> Turn<'_, H> {
     fn release(&mut self, half: Option<&mut dyn Half>) {
         let thread = self.thread;
         let driver = self.driver();
+        debug_assert!(!driver.has_parted(thread), "a peer is gone when no thread has a stream of it");
         driver.release(thread, half);
         if driver.threads.waiting > 0 {
             self.of.released.notify_all();

@@ -6,9 +6,9 @@ use crate::claims::Claim;
 use crate::close_reason::CloseReason;
 use crate::handler::{Handler, Job};
 use crate::socket::Progress;
+use penstock_stream::Header;
 use penstock_stream::frame::{FLAG_PAYLOAD_SUM, Kind};
 use penstock_stream::peer::{LOST_STREAM, StreamId, verify};
-use penstock_stream::{Header, MessageKey};
 use penstock_types::{MILLISECOND, PeerId, SECOND};
 use rustix::event::epoll;
 use std::sync::atomic::Ordering;
@@ -236,7 +236,7 @@ impl<H: Handler> Turn<'_, H> {
             let claim = Claim { peer: Some(peer), token, lands, lent: Vec::new() };
             let filled = self.claimed(claim, || reader.fill(local, junk, &mut descriptors));
             if !self.give_back_reader(token, reader) {
-                self.let_go(peer, lands);
+                self.follow_orders();
                 return Ok(());
             }
             let State { driver, handler } = self.state();
@@ -257,14 +257,6 @@ impl<H: Handler> Turn<'_, H> {
                 Err(error) => return Err(CloseReason::of_call(error, local)),
             }
         }
-    }
-
-    /// The socket was closed while this thread read: it touches the place of the frame no more.
-    fn let_go(&mut self, peer: PeerId, lands: Option<(MessageKey, u64)>) {
-        if let Some((key, offset)) = lands {
-            self.driver().peers.machine(peer).let_go(&key, offset);
-        }
-        self.follow_orders();
     }
 
     /// Handles the next frame in a socket's buffer. Returns false if there is none that is whole.
@@ -315,11 +307,11 @@ impl<H: Handler> Turn<'_, H> {
             // A staged copy claims nothing yet: if it is damaged, another one may count.
             let claim = Claim { peer: Some(peer), token, lands: lands.filter(|_| is_placed), lent: Vec::new() };
             is_checked = self.claimed(claim, || verify(header, reader.payload().0)).is_ok();
-            if !self.give_back_reader(token, reader) {
-                self.let_go(peer, lands.filter(|_| is_placed));
+            let is_open = self.give_back_reader(token, reader);
+            self.follow_orders();
+            if !is_open {
                 return Ok(());
             }
-            self.follow_orders();
             let driver = self.driver();
             if is_staged && driver.peers.claims.lands(peer, &header.key, header.offset) {
                 return Ok(()); // another copy has come meanwhile: as before
