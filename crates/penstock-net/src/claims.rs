@@ -115,6 +115,11 @@ impl Claims {
         self.of.iter().flatten().any(|claim| claim.peer == Some(peer) && claim.lands == Some((*key, offset)))
     }
 
+    /// Whether a thread has the reader or writer of a socket.
+    pub(crate) fn are_on(&self, token: u64) -> bool {
+        self.of.iter().flatten().any(|claim| claim.token == token)
+    }
+
     /// Whether a thread has a reader or writer of a peer's.
     pub(crate) fn concern(&self, peer: PeerId) -> bool {
         self.of.iter().flatten().any(|claim| claim.peer == Some(peer))

@@ -57,7 +57,7 @@ impl State {
             let others = (0..self.turns.len()).filter(|other| *other != thread && self.turns[*other].is_none());
             others.map(|other| self.rests_until[other]).min().unwrap_or(now)
         } else if self.rng.u8(..RESTS_ONE_IN) == 0 {
-            let time = (1 << self.rng.u32(10..30)).min(self.rest);
+            let time = (1 << self.rng.u32(15..30)).min(self.rest);
             self.rest -= time;
             now.plus(time)
         } else {
@@ -69,12 +69,13 @@ impl State {
 
 impl Baton {
     pub(super) fn new(seed: u64, threads: usize) -> Arc<Baton> {
+        let mut rng = Rng::with_seed(seed);
         let state = State {
-            rng: Rng::with_seed(seed),
             holder: None,
             turns: Vec::new(),
             rests_until: vec![Time(0); threads],
-            rest: REST,
+            rest: MOST_REST >> rng.u32(0..8),
+            rng,
             have_all: false,
             has_panicked: false,
             is_over: false,
@@ -215,5 +216,5 @@ impl Drop for Threads {
 
 /// How often a thread stands still where others may go on, one time in so many.
 const RESTS_ONE_IN: u8 = 16;
-/// How long the threads of a rank stand still, all together.
-const REST: u64 = 1000 * MILLISECOND;
+/// How long the threads of a rank stand still, all together, at most.
+const MOST_REST: u64 = 1000 * MILLISECOND;

@@ -134,6 +134,8 @@ impl Driver {
             }
             (socket.thread, socket.watches_write) = (0, false);
         }
+        // Thread 0 may run once more, and waits for none of them.
+        self.threads.wakes.truncate(1);
         self.threads.has_ended = false;
     }
 

@@ -206,7 +206,9 @@ impl<H: Handler> Turn<'_, H> {
     /// Closes the socket that this thread has read.
     fn close(&mut self, token: u64, reason: &CloseReason) {
         // The peer is told why, over this socket if it has no other.
-        while self.driver().sockets.get(&token).is_some_and(|socket| socket.local && socket.writer.is_none()) {
+        while self.driver().sockets.get(&token).is_some_and(|socket| socket.local)
+            && self.driver().peers.claims.are_on(token)
+        {
             self.await_release();
         }
         let State { driver, handler } = self.state();
