@@ -190,6 +190,11 @@ impl Threads {
         self.baton.rests_until(thread)
     }
 
+    /// How long a thread stands still from now on.
+    pub(super) fn rest(&self, now: Time) -> u64 {
+        self.baton.lock().rests_until.iter().map(|until| until.since(now)).max().unwrap_or(0)
+    }
+
     /// Nobody stands still any more.
     pub(super) fn go_on(&self) {
         let mut state = self.baton.lock();
