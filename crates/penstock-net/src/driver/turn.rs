@@ -31,7 +31,9 @@ impl<H: Handler> Loop<H> {
         }
         handler.ending(&mut driver.peers);
         turn.follow_orders();
-        turn.pump();
+        while !turn.driver().peers.dirty.is_empty() {
+            turn.pump();
+        }
         turn.driver().half_close();
     }
 }
@@ -354,8 +356,10 @@ impl<H: Handler> Turn<'_, H> {
 
     // ------------------------------------------------------------------ writing
 
-    /// Lets every stream that has room pull frames and write them, of all peers the most urgent first.
+    /// Lets every stream that has room pull frames and write them, of all peers the most urgent first. While other threads always find
+    /// more, it ends when this thread has not looked at its sockets for long.
     pub(super) fn pump(&mut self) {
+        let thread = self.thread;
         loop {
             let State { driver, handler } = self.state();
             if driver.peers.dirty.is_empty() {
@@ -370,6 +374,10 @@ impl<H: Handler> Turn<'_, H> {
                     let at = turns.partition_point(|other| peers.look(*other).most_urgent() > urgency);
                     turns.insert(at, peer);
                 }
+            }
+            let driver = self.driver();
+            if driver.threads.count() > 1 && driver.now().since(driver.threads.looked[thread]) >= LOOK_WITHIN {
+                return;
             }
         }
     }
