@@ -398,14 +398,6 @@ FAULTS = {
         expected=_STANDS_STILL,
         test=_STANDING,
     ),
-    "copies-checked-meanwhile-do-not-wait-for-a-claim": EngineFault(
-        f"{_DRIVER}/turn.rs",
-        "if is_staged && driver.peers.claims.lands(peer, &header.key, header.offset) {",
-        "if false && is_staged {",
-        "a copy of a frame whose checksum was right is used while another thread uses one that came meanwhile",
-        expected=_STANDS_STILL,
-        test=_STANDING,
-    ),
     "claim-of-a-lost-stream-not-held": EngineFault(
         f"{_DRIVER}/gone.rs",
         "            if let Some((key, offset)) = landing {\n",

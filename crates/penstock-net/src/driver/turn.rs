@@ -8,7 +8,7 @@ use crate::handler::{Handler, Job};
 use crate::socket::Progress;
 use penstock_stream::Header;
 use penstock_stream::frame::{FLAG_PAYLOAD_SUM, Kind};
-use penstock_stream::peer::{LOST_STREAM, StreamId, verify};
+use penstock_stream::peer::{LOST_STREAM, StreamId};
 use penstock_types::{MILLISECOND, PeerId, SECOND};
 use rustix::event::epoll;
 use std::sync::atomic::Ordering;
@@ -306,25 +306,16 @@ impl<H: Handler> Turn<'_, H> {
         let reader = self.driver().sockets.get_mut(&token).and_then(|socket| socket.reader.take());
         let mut reader = reader.expect("it has a whole frame");
         let (is_staged, is_placed) = (reader.is_staged(), reader.landing().is_some());
-        let mut is_checked = header.flags & FLAG_PAYLOAD_SUM == 0;
-        if !is_checked && (is_staged || is_placed) {
-            // A staged copy claims nothing yet: if it is damaged, another one may count.
+        let is_summed = header.flags & FLAG_PAYLOAD_SUM != 0;
+        if is_summed && reader.sum_is_right().is_none() && (is_staged || is_placed) {
+            // A staged copy claims nothing yet: if it is damaged, another one may count. One may have come when this is done.
             let claim = Claim { peer: Some(peer), token, lands: lands.filter(|_| is_placed), lent: Vec::new() };
-            is_checked = self.claimed(claim, || verify(header, reader.payload().0)).is_ok();
-            let is_open = self.give_back_reader(token, reader);
+            self.claimed(claim, || reader.check_sum());
+            self.give_back_reader(token, reader);
             self.follow_orders();
-            if !is_open {
-                return Ok(());
-            }
-            let driver = self.driver();
-            if is_staged && driver.peers.claims.lands(peer, &header.key, header.offset) {
-                return Ok(()); // another copy has come meanwhile: as before
-            }
-            let Some(again) = driver.sockets.get_mut(&token).and_then(|socket| socket.reader.take()) else {
-                return Ok(());
-            };
-            reader = again;
+            return Ok(());
         }
+        let is_checked = !is_summed || reader.sum_is_right() == Some(true);
         let State { driver, handler } = self.state();
         let stream = driver.sockets[&token].stream;
         let claimed =
