@@ -298,13 +298,13 @@ mod tests {
     use penstock_stream::fingerprint::{Fingerprint, Name};
     use penstock_types::{DType, GroupId, Priority, ReduceOp};
 
-    /// A panic of the engine's thread, on its own or while it handles a frame, is an error of kind bug for everything that is
+    /// A panic of one of the engine's threads, on its own or while it handles a frame, is an error of kind bug for everything that is
     /// open and for everything that comes later, at once; the other rank is told the reason. Both ways to the other rank.
     #[test]
     fn a_panic_fails_everything() {
-        for shared_memory in [false, true] {
+        for (shared_memory, io_threads) in [(false, 1), (true, 1), (false, 3), (true, 3)] {
             for at_next_frame in [false, true] {
-                let (engines, groups) = pair(shared_memory);
+                let (engines, groups) = some(2, shared_memory, io_threads);
                 let mut buffers = [[0u32; 4]; 2];
                 let open: Vec<Ticket> =
                     (0..2).map(|rank| receive(&groups[rank], 1 - rank as u32, 7, &mut buffers[rank])).collect();
@@ -428,7 +428,7 @@ mod tests {
     /// sent more in a single group.
     #[test]
     fn a_flood_ends_a_group_of_its_sender() {
-        let (engines, mut groups) = some(3, false);
+        let (engines, mut groups) = some(3, false, 1);
         for id in 2..=4 {
             groups.extend(joined(&engines, id));
         }
@@ -490,14 +490,14 @@ mod tests {
     }
 
     fn pair(shared_memory: bool) -> (Vec<Engine>, Vec<Group>) {
-        some(2, shared_memory)
+        some(2, shared_memory, 1)
     }
 
     /// So many engines, and a group of them all.
-    fn some(count: u32, shared_memory: bool) -> (Vec<Engine>, Vec<Group>) {
+    fn some(count: u32, shared_memory: bool, io_threads: usize) -> (Vec<Engine>, Vec<Group>) {
         let config = |rank| Config {
             rank,
-            io_threads: 1,
+            io_threads,
             host: "test".into(),
             generation: Generation(0),
             addresses: vec!["127.0.0.1".parse().expect("an address")],

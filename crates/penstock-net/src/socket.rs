@@ -7,7 +7,7 @@ use crate::handler::{Handler, Peers};
 use crate::system::{System, Wire};
 use penstock_stream::frame::{FLAG_PAYLOAD_SUM, MAX_FRAME_BYTES};
 use penstock_stream::handshake::{Acceptor, Connector};
-use penstock_stream::peer::{Landing, Outbound, Payload, StreamId, seal};
+use penstock_stream::peer::{Landing, Outbound, Payload, StreamId, seal, verify};
 use penstock_stream::{FrameError, Header, Kind, MessageKey};
 use penstock_types::{PeerId, Scope, Time};
 use rustix::event::epoll;
@@ -338,6 +338,8 @@ struct Reading {
     /// Bytes of its payload that have come.
     got: usize,
     landing: Landing<*mut u8>,
+    /// Whether the whole payload is what was sent, where that was looked at.
+    sum_is_right: Option<bool>,
 }
 
 // SAFETY: the place belongs to an operation of the handler. Its bytes are touched by the thread that has the reader, under a claim or
@@ -454,7 +456,7 @@ impl Reader {
                 if landing == Landing::Stage && self.stage.len() < header.length as usize {
                     self.stage.resize(header.length as usize, 0);
                 }
-                self.frame = Some(Reading { header, got: 0, landing });
+                self.frame = Some(Reading { header, got: 0, landing, sum_is_right: None });
                 continue;
             };
             let left = frame.header.length as usize - frame.got;
@@ -489,6 +491,20 @@ impl Reader {
             Landing::Stage => (&self.stage[..length], false),
             Landing::Discard => (&[], false),
         }
+    }
+
+    /// Looks whether the payload of the frame that is whole is what was sent.
+    pub(crate) fn check_sum(&mut self) {
+        let payload = self.payload().0;
+        let is_right = self.frame.as_ref().map(|frame| verify(&frame.header, payload).is_ok());
+        if let Some(frame) = &mut self.frame {
+            frame.sum_is_right = is_right;
+        }
+    }
+
+    /// What [`Reader::check_sum`] has found.
+    pub(crate) fn sum_is_right(&self) -> Option<bool> {
+        self.frame.as_ref()?.sum_is_right
     }
 
     /// Whether the payload of a frame goes to a buffer of the reader's.

@@ -4,6 +4,7 @@
 //! at one end of a connection and come out at the other, in pieces of any size, or are lost with the connection. Why it is not
 //! the network of `penstock-sim`: `docs/design/random-programs.md`, "Under virtual time".
 
+use super::threads::Baton;
 use fastrand::Rng;
 use penstock_net::system::{Connection, Host, Trouble};
 use penstock_types::Time;
@@ -109,9 +110,9 @@ impl Network {
         })))
     }
 
-    /// `interleave` is called where threads of the host's process may run by turns.
-    pub(super) fn host(&self, host: usize, interleave: Interleave) -> Box<dyn Host> {
-        Box::new(VirtualHost { network: self.clone(), host, interleave })
+    /// `threads`: those of the host's process.
+    pub(super) fn host(&self, host: usize, threads: Arc<Baton>) -> Box<dyn Host> {
+        Box::new(VirtualHost { network: self.clone(), host, threads })
     }
 
     fn lock(&self) -> MutexGuard<'_, Net> {
@@ -127,17 +128,18 @@ impl Network {
         self.lock().hosts[host].sleeps_until = None;
     }
 
-    /// When a host has something to do.
-    pub(super) fn next(&self, host: usize) -> Time {
+    /// When a host has something to do, whose threads stand still until then.
+    pub(super) fn next(&self, host: usize, rests_until: impl Fn(usize) -> Time) -> Time {
         let net = self.lock();
-        let Some(mut next) = net.hosts[host].sleeps_until else { return net.now };
+        let mut next = net.hosts[host].sleeps_until.unwrap_or(net.now);
         if let Some((at, _)) = net.hosts[host].backlog.front() {
             next = next.min(*at);
         }
+        next = next.max(rests_until(0));
         for wires in &net.connections {
             for side in 0..2 {
                 if wires.hosts[side] == host && wires.ends[side].token.is_some() {
-                    next = next.min(net.ready(wires, side).1);
+                    next = next.min(net.ready(wires, side).1.max(rests_until(wires.ends[side].thread)));
                 }
             }
         }
@@ -268,13 +270,10 @@ impl End {
     }
 }
 
-/// Lets another thread of a process go on, or (`true`) has it do so.
-pub(super) type Interleave = Box<dyn Fn(bool) + Send + Sync>;
-
 struct VirtualHost {
     network: Network,
     host: usize,
-    interleave: Interleave,
+    threads: Arc<Baton>,
 }
 
 impl Host for VirtualHost {
@@ -298,7 +297,8 @@ impl Host for VirtualHost {
                     if at <= now && wires.ends[side].thread == thread {
                         ready.push((token, can_write));
                     }
-                    waits_for_another |= at <= now && wires.ends[side].thread != thread;
+                    let other = wires.ends[side].thread;
+                    waits_for_another |= at <= now && other != thread && self.threads.rests_until(other) <= now;
                 }
             }
         }
@@ -311,7 +311,7 @@ impl Host for VirtualHost {
     }
 
     fn interleave(&self, must: bool) {
-        (self.interleave)(must);
+        self.threads.interleave(must, self.now());
     }
 
     fn connect(&self, to: SocketAddr) -> Box<dyn Connection> {

@@ -122,7 +122,7 @@ impl<'a> Rank<'a> {
         settings.peer.eager_credit_bytes = program.eager_credit_bytes;
         settings.peer.express_from = 2;
         let baton = Baton::new(program.seed ^ rank as u64, program.threads);
-        let driver = Driver::played(network.host(rank, baton.interleave()), settings).expect("a descriptor");
+        let driver = Driver::played(network.host(rank, baton.clone()), settings).expect("a descriptor");
         let runtime = Runtime::new(shared.clone(), node, memory_epoch, Thresholds::default(), recorder);
         let the_loop = Arc::new(Loop::new(driver, runtime));
         let engine = Engine { threads: Threads::new(program.threads, baton, &the_loop), the_loop, shared };
@@ -173,12 +173,13 @@ impl<'a> Rank<'a> {
             },
             _ => Time(u64::MAX),
         };
-        let loops = if self.engine.as_ref().is_some_and(|engine| engine.threads.are_amid()) {
-            Time(0)
-        } else {
-            network.next(self.rank)
-        };
-        loops.min(user).min(join).max(self.busy_until)
+        self.next_turn(network).min(user).min(join).max(self.busy_until)
+    }
+
+    /// When a thread of its loop has something to do.
+    pub(super) fn next_turn(&self, network: &Network) -> Time {
+        let Some(Engine { threads, .. }) = &self.engine else { return Time(u64::MAX) };
+        threads.next().min(network.next(self.rank, |thread| threads.rests_until(thread)))
     }
 
     fn post(&self, network: &Network, command: Command, ticket: &Ticket) {
@@ -373,12 +374,13 @@ impl<'a> Rank<'a> {
         self.post(network, Command::Stop { wait }, &Ticket::default());
     }
 
-    pub(super) fn held(&mut self, network: &Network) -> Held {
+    pub(super) fn held(&mut self, network: &Network, now: Time) -> Held {
         let (sender, receiver) = mpsc::channel();
         self.post(network, Command::Stats(sender), &Ticket::default());
         let engine = self.engine.as_mut().expect("it runs");
+        engine.threads.go_on();
         // The first of these may end a turn that has read its commands.
-        (0..2).for_each(|_| while engine.threads.turn() && engine.threads.are_amid() {});
+        (0..2).for_each(|_| while engine.threads.turn(now) && engine.threads.next() <= now {});
         receiver.try_recv().expect("a turn reads commands").held
     }
 

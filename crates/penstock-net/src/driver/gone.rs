@@ -18,6 +18,8 @@ impl Driver {
         reason: &CloseReason,
         now: Time,
     ) {
+        let is_refused = self.system.is_played() && matches!(reason, CloseReason::Frame(_));
+        debug_assert!(!is_refused, "a played network damages nothing, and right peers send nothing wrong: {reason}");
         let is_acceptor = matches!(socket.stage, Stage::Acceptor(_));
         if is_acceptor {
             self.listeners.unauthenticated -= 1;

@@ -109,6 +109,13 @@ impl Driver {
             })
     }
 
+    /// Whether a thread has a claim on a stream of a peer that is gone.
+    fn has_parted(&self, thread: usize) -> bool {
+        let peer = self.peers.claims.peer_of(thread);
+        let is_gone = |peer| self.links[peer as usize].finished && !self.gone.iter().any(|gone| gone.peer == peer);
+        peer.is_some_and(is_gone)
+    }
+
     /// After all threads but this one have ended: takes over what they had.
     fn recall(&mut self) {
         for thread in 0..self.threads.count() {
@@ -127,6 +134,8 @@ impl Driver {
             }
             (socket.thread, socket.watches_write) = (0, false);
         }
+        // Thread 0 may run once more, and waits for none of them.
+        self.threads.wakes.truncate(1);
         self.threads.has_ended = false;
     }
 
@@ -334,6 +343,7 @@ impl<H: Handler> Turn<'_, H> {
     fn release(&mut self, half: Option<&mut dyn Half>) {
         let thread = self.thread;
         let driver = self.driver();
+        debug_assert!(!driver.has_parted(thread), "a peer is gone when no thread has a stream of it");
         driver.release(thread, half);
         if driver.threads.waiting > 0 {
             self.of.released.notify_all();

@@ -6,9 +6,9 @@ use crate::claims::Claim;
 use crate::close_reason::CloseReason;
 use crate::handler::{Handler, Job};
 use crate::socket::Progress;
+use penstock_stream::Header;
 use penstock_stream::frame::{FLAG_PAYLOAD_SUM, Kind};
-use penstock_stream::peer::{LOST_STREAM, StreamId, verify};
-use penstock_stream::{Header, MessageKey};
+use penstock_stream::peer::{LOST_STREAM, StreamId};
 use penstock_types::{MILLISECOND, PeerId, SECOND};
 use rustix::event::epoll;
 use std::sync::atomic::Ordering;
@@ -31,7 +31,9 @@ impl<H: Handler> Loop<H> {
         }
         handler.ending(&mut driver.peers);
         turn.follow_orders();
-        turn.pump();
+        while !turn.driver().peers.dirty.is_empty() {
+            turn.pump();
+        }
         turn.driver().half_close();
     }
 }
@@ -206,7 +208,9 @@ impl<H: Handler> Turn<'_, H> {
     /// Closes the socket that this thread has read.
     fn close(&mut self, token: u64, reason: &CloseReason) {
         // The peer is told why, over this socket if it has no other.
-        while self.driver().sockets.get(&token).is_some_and(|socket| socket.local && socket.writer.is_none()) {
+        while self.driver().sockets.get(&token).is_some_and(|socket| socket.local)
+            && self.driver().peers.claims.are_on(token)
+        {
             self.await_release();
         }
         let State { driver, handler } = self.state();
@@ -236,7 +240,7 @@ impl<H: Handler> Turn<'_, H> {
             let claim = Claim { peer: Some(peer), token, lands, lent: Vec::new() };
             let (count, last) = self.claimed(claim, || reader.fill_frame(local, junk, &mut descriptors));
             if !self.give_back_reader(token, reader) {
-                self.let_go(peer, lands);
+                self.follow_orders();
                 return Ok(());
             }
             let State { driver, handler } = self.state();
@@ -255,14 +259,6 @@ impl<H: Handler> Turn<'_, H> {
                 Err(error) => return Err(CloseReason::of_call(error, local)),
             }
         }
-    }
-
-    /// The socket was closed while this thread read: it touches the place of the frame no more.
-    fn let_go(&mut self, peer: PeerId, lands: Option<(MessageKey, u64)>) {
-        if let Some((key, offset)) = lands {
-            self.driver().peers.machine(peer).let_go(&key, offset);
-        }
-        self.follow_orders();
     }
 
     /// Handles the next frame in a socket's buffer. Returns false if there is none that is whole.
@@ -308,25 +304,16 @@ impl<H: Handler> Turn<'_, H> {
         let reader = self.driver().sockets.get_mut(&token).and_then(|socket| socket.reader.take());
         let mut reader = reader.expect("it has a whole frame");
         let (is_staged, is_placed) = (reader.is_staged(), reader.landing().is_some());
-        let mut is_checked = header.flags & FLAG_PAYLOAD_SUM == 0;
-        if !is_checked && (is_staged || is_placed) {
-            // A staged copy claims nothing yet: if it is damaged, another one may count.
+        let is_summed = header.flags & FLAG_PAYLOAD_SUM != 0;
+        if is_summed && reader.sum_is_right().is_none() && (is_staged || is_placed) {
+            // A staged copy claims nothing yet: if it is damaged, another one may count. One may have come when this is done.
             let claim = Claim { peer: Some(peer), token, lands: lands.filter(|_| is_placed), lent: Vec::new() };
-            is_checked = self.claimed(claim, || verify(header, reader.payload().0)).is_ok();
-            if !self.give_back_reader(token, reader) {
-                self.let_go(peer, lands.filter(|_| is_placed));
-                return Ok(());
-            }
+            self.claimed(claim, || reader.check_sum());
+            self.give_back_reader(token, reader);
             self.follow_orders();
-            let driver = self.driver();
-            if is_staged && driver.peers.claims.lands(peer, &header.key, header.offset) {
-                return Ok(()); // another copy has come meanwhile: as before
-            }
-            let Some(again) = driver.sockets.get_mut(&token).and_then(|socket| socket.reader.take()) else {
-                return Ok(());
-            };
-            reader = again;
+            return Ok(());
         }
+        let is_checked = !is_summed || reader.sum_is_right() == Some(true);
         let State { driver, handler } = self.state();
         let stream = driver.sockets[&token].stream;
         let claimed =
@@ -358,8 +345,10 @@ impl<H: Handler> Turn<'_, H> {
 
     // ------------------------------------------------------------------ writing
 
-    /// Lets every stream that has room pull frames and write them, of all peers the most urgent first.
+    /// Lets every stream that has room pull frames and write them, of all peers the most urgent first. While other threads always find
+    /// more, it ends when this thread has not looked at its sockets for long.
     pub(super) fn pump(&mut self) {
+        let thread = self.thread;
         loop {
             let State { driver, handler } = self.state();
             if driver.peers.dirty.is_empty() {
@@ -374,6 +363,10 @@ impl<H: Handler> Turn<'_, H> {
                     let at = turns.partition_point(|other| peers.look(*other).most_urgent() > urgency);
                     turns.insert(at, peer);
                 }
+            }
+            let driver = self.driver();
+            if driver.threads.count() > 1 && driver.now().since(driver.threads.looked[thread]) >= LOOK_WITHIN {
+                return;
             }
         }
     }

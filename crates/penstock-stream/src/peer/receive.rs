@@ -119,23 +119,15 @@ impl<C: Copied> Peer<C> {
     /// [`Peer::handle_frame`] follows when the bytes have been used. Until then no other copy may be given to that, and nothing of
     /// the frame is acknowledged.
     pub fn claim(&mut self, id: StreamId, header: &Header) -> Option<Option<StreamId>> {
-        let message = self.ops.get_mut(&OpKey::of(&header.key))?.incoming.get_mut(&header.key.message)?;
-        let first = message.arriving.get_mut(&header.offset)?.on.replace(id);
+        let first = self.arriving(&header.key, header.offset)?.on.replace(id);
         Some(first.filter(|first| *first != id))
     }
 
     /// The stream that has a frame's range claimed is about to be lost, and its reader may still touch the range: the claim goes over
-    /// to [`LOST_STREAM`]. [`Peer::handle_frame`] takes the frame from that, or [`Peer::let_go`] ends the claim.
+    /// to [`LOST_STREAM`], until [`Peer::handle_frame`] takes the frame from that, or another copy, which is not read to its place.
     pub fn hold(&mut self, key: &MessageKey, offset: u64) {
         if let Some(arriving) = self.arriving(key, offset) {
             arriving.on = Some(LOST_STREAM);
-        }
-    }
-
-    /// The reader of a lost stream touches the range of its frame no more: another stream may bring it.
-    pub fn let_go(&mut self, key: &MessageKey, offset: u64) {
-        if let Some(arriving) = self.arriving(key, offset).filter(|arriving| arriving.on == Some(LOST_STREAM)) {
-            arriving.on = None;
         }
     }
 
