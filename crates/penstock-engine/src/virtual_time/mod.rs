@@ -329,7 +329,7 @@ fn seeds(text: &str) -> Range<u64> {
 /// What a usual run of the tests takes: some seconds.
 const USUAL: Range<u64> = 0..800;
 /// What a run of [`threads_that_stand_still_within_claims`] takes.
-const STANDING: Range<u64> = 200..350;
+const STANDING: Range<u64> = 0..250;
 /// A long run ends after so many.
 const MOST_FAILURES: usize = 10;
 const SHRINK_TRIALS: u32 = 400;
