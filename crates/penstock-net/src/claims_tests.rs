@@ -47,8 +47,8 @@ fn ends_wait_for_claims() {
             };
             match rng.u32(0..5) {
                 0 | 1 if open[thread].is_none() => {
-                    // One thread at a time touches a range.
-                    let lands = (rng.bool() && !claims.lands(0, &key(group, op), 0)).then(|| (key(group, op), 0));
+                    // Each thread has another frame.
+                    let lands = rng.bool().then(|| (key(group, op), thread as u64));
                     let lent: Vec<MessageKey> =
                         (0..rng.usize(0..3)).map(|_| key(rng.u64(0..2), rng.u64(0..2))).collect();
                     let keys = lands.iter().map(|(key, _)| *key).chain(lent.clone()).collect();
