@@ -97,8 +97,11 @@ impl<B> Group<B> {
             let failure = self.late(&common.early, op);
             let awaited = self.ops[&op].operation.awaited();
             let has_opened = |rank: &u32| self.ops[&op].issued.get(rank).is_some_and(|count| *count > 0);
-            // A rank that waits for one that has not opened the channel knows more, and should report first.
-            let others_know_more = op.channel != ChannelId::MAIN && op.seq == 0 && awaited.iter().all(has_opened);
+            let has_issued = |rank: &u32| self.ops[&op].issued.get(rank).is_some_and(|count| *count > op.seq);
+            // A rank that waits for one that has not opened the channel knows more, and should report first; so does one that takes
+            // part in the operation, and waits for its device or for others.
+            let others_know_more = op.channel != ChannelId::MAIN && op.seq == 0 && awaited.iter().all(has_opened)
+                || op.sequence == Sequence::Collectives && awaited.iter().all(has_issued);
             let about = About::Operation(op);
             let is_pending = common.pending_failures.iter().any(|known| (known.group, known.about) == (self.id, about));
             // Or what was awaited has come, and this rank is about to work on it; that may lead to another question.

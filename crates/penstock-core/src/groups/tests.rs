@@ -454,6 +454,28 @@ const TIMEOUT: u64 = 20 * SECOND;
 /// A run takes some thousand.
 const MOST_TURNS: usize = 100_000;
 
+/// All ranks have issued the operation, and the tensor of one never is ready: all are told that, also those whose time-out comes a little
+/// earlier. Of three ranks, one may wait for another that waits for it.
+#[test]
+fn the_rank_whose_tensor_is_not_ready_says_so() {
+    seeded(40, |seed, rng| {
+        let size = rng.usize(2..5);
+        let mut world = World::new(seed, &hosts(rng, size));
+        let late = rng.usize(0..size);
+        for rank in 0..size {
+            let call = Call { timeout: 3 * SECOND, hold: rank == late, ..all_reduce(4_000) };
+            world.plan(rank, rng.u64(0..300) * MILLISECOND, Step::Issue(0, call));
+        }
+        let start = world.now;
+        let over = |world: &World| world.ranks.iter().all(|rank| rank.ended(0).is_some());
+        assert!(world.run(over, start.plus(6 * SECOND)), "seed {seed}: no end");
+        for rank in &world.ranks {
+            let failure = rank.ended(0).and_then(|(_, result)| result.as_ref().err()).expect("it was never released");
+            assert!(failure.message.contains("its tensor was not ready"), "seed {seed}, {late} of {size}: {failure}");
+        }
+    });
+}
+
 /// A message comes just before the receiver's time-out, and it takes a while to read it: that is no time-out. A rank that does not
 /// read it at all says so, and blames nobody.
 #[test]
