@@ -1,9 +1,9 @@
 //! A server's shard.
 
 use super::{Command, Door, Known, Loss, Machine, Mailbox, Refused, Settings, UNAUTHENTICATED, job_of};
-use crate::admission::{Admitted, Common, RoleJob};
+use crate::admission::{Admitted, RoleJob};
 use crate::report::{HeldReport, JobReport, Report, ServerReport};
-use crate::work::{Done, Ended};
+use crate::work::{Done, Ended, Life};
 use penstock_aggregation::{
     Buffer, Endpoint, HEADER_BYTES, Limits, Receipt, Refusal, Serial, Server, ServerConfig, Transmit, decode,
 };
@@ -19,6 +19,10 @@ pub(super) struct Serving {
     worker: Sender<(Buffer, Done)>,
     mailbox: Mailbox,
     jobs: HashMap<u32, Open>,
+    /// Epochs that were opened.
+    lives: u64,
+    /// Bytes of buffers that are worked on for epochs that are over: memory that no new job can have.
+    stray_bytes: usize,
     unauthenticated: [u64; Refusal::COUNT],
     loss: Loss,
     door: Door,
@@ -26,6 +30,9 @@ pub(super) struct Serving {
 
 struct Open {
     job: Admitted,
+    life: Life,
+    /// Bytes of buffers that are worked on.
+    lent_bytes: usize,
     server: Server,
     nodes: Vec<Known>,
     opened: Time,
@@ -46,6 +53,8 @@ impl Serving {
             worker,
             mailbox,
             jobs: HashMap::new(),
+            lives: 0,
+            stray_bytes: 0,
             unauthenticated: [0; Refusal::COUNT],
             loss: Loss::new(settings.drop, settings.shard),
             door: Door(settings.receipts),
@@ -136,13 +145,13 @@ impl Machine for Serving {
                 open.stirred = true;
             }
             while let Some(buffer) = open.server.poll_work() {
-                let Common { job, epoch, .. } = open.job.common;
                 let mailbox = self.mailbox.clone();
                 // A daemon that has ended needs no outcome.
                 let back = move |ended| {
                     mailbox.send(Command::Done(ended));
                 };
-                let done = Done::new(job, epoch, buffer.first, back);
+                let done = Done::new(open.life, &buffer, back);
+                open.lent_bytes += buffer.bytes.len();
                 // If its thread has ended, `done` is dropped, and says so.
                 let _ = self.worker.send((buffer, done));
             }
@@ -193,16 +202,29 @@ impl Machine for Serving {
         if slots > free {
             return conflict(format!("{slots} slots are needed, {free} are free: use a smaller window"));
         }
-        let free = self.limits.memory_bytes.saturating_sub(others().map(|open| open.memory_bytes).sum());
+        // Those of this job's epoch before will be strays, too.
+        let lent = self.jobs.get(&common.job).map_or(0, |before| before.lent_bytes);
+        let strays = self.stray_bytes + lent;
+        let used = others().map(|open| open.memory_bytes).sum::<usize>().saturating_add(strays);
+        let free = self.limits.memory_bytes.saturating_sub(used);
         if memory_bytes > free {
+            let worked_on = match strays {
+                0 => String::new(),
+                bytes => format!(" ({bytes} are still worked on for epochs that are over)"),
+            };
             return conflict(format!(
-                "{memory_bytes} bytes are needed, {free} are free: use a smaller window, smaller blocks or smaller pending_bytes, or \
-                 give the server more --memory"
+                "{memory_bytes} bytes are needed, {free} are free{worked_on}: use a smaller window, smaller blocks or smaller \
+                 pending_bytes, or give the server more --memory"
             ));
         }
         // The epoch before is removed first, so that both never need memory together.
-        self.jobs.remove(&common.job);
+        self.close(job.common.job);
+        let common = &job.common;
+        let life = Life { job: common.job, epoch: common.epoch, number: self.lives };
+        self.lives += 1;
         let open = Open {
+            life,
+            lent_bytes: 0,
             server: Server::new(now, config),
             nodes: Known::all(&job, self.door.is_open()),
             opened: now,
@@ -218,13 +240,17 @@ impl Machine for Serving {
     }
 
     fn close(&mut self, job: u32) {
-        self.jobs.remove(&job);
+        self.stray_bytes += self.jobs.remove(&job).map_or(0, |open| open.lent_bytes);
     }
 
-    fn done(&mut self, now: Time, Ended { job, epoch, first, outcome }: Ended) {
-        // The job may be closed, or in its next epoch.
-        if let Some(open) = self.jobs.get_mut(&job).filter(|open| open.job.common.epoch == epoch) {
-            open.stirred |= open.server.done(now, first, outcome);
+    fn done(&mut self, now: Time, Ended { life, first, bytes, outcome }: Ended) {
+        match self.jobs.get_mut(&life.job).filter(|open| open.life == life) {
+            Some(open) => {
+                open.lent_bytes -= bytes;
+                open.stirred |= open.server.done(now, first, outcome);
+            }
+            // The job is closed, or in a later epoch.
+            None => self.stray_bytes -= bytes,
         }
     }
 
