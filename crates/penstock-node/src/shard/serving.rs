@@ -1,11 +1,13 @@
 //! A server's shard.
 
 use super::{Command, Door, Known, Loss, Machine, Mailbox, Refused, Settings, UNAUTHENTICATED, job_of};
-use crate::admission::{Admitted, RoleJob};
+use crate::admission::{Admitted, Kind, Listed, PENDING_BYTES, RoleJob};
 use crate::report::{HeldReport, JobReport, Report, ServerReport};
+use crate::streams::{Name, Stream, Streamed};
 use crate::work::{Done, Ended, Life};
 use penstock_aggregation::{
-    Buffer, Endpoint, HEADER_BYTES, Limits, Receipt, Refusal, Serial, Server, ServerConfig, Transmit, decode,
+    Buffer, Endpoint, HEADER_BYTES, Limits, Naming, Node, Receipt, Refusal, Serial, Server, ServerConfig, Transmit,
+    decode,
 };
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
 use penstock_types::Time;
@@ -34,6 +36,8 @@ struct Open {
     /// Bytes of buffers that are worked on.
     lent_bytes: usize,
     server: Server,
+    /// Workers behind streams.
+    streams: Vec<Stream>,
     nodes: Vec<Known>,
     opened: Time,
     committed: u64,
@@ -116,6 +120,45 @@ impl Serving {
     }
 }
 
+impl Open {
+    fn timeouts(&self) -> impl Iterator<Item = Time> {
+        std::iter::once(self.server.poll_timeout()).chain(self.streams.iter().map(Stream::poll_timeout))
+    }
+
+    /// Gives what workers behind streams say to the server. Returns whether there may be something to send.
+    fn pumped(&mut self, now: Time) -> bool {
+        for stream in &mut self.streams {
+            while let Some(packet) = stream.poll_transmit(now) {
+                let outcome = self.server.handle_packet(now, stream.endpoint, &packet);
+                let node = &mut self.nodes[stream.endpoint.0 as usize];
+                node.packets += 1;
+                node.bytes += packet.len() as u64;
+                match outcome {
+                    Ok(committed) => {
+                        node.counters.added += u64::from(packet.len() > HEADER_BYTES);
+                        self.committed += u64::from(committed.is_some());
+                    }
+                    Err(refusal) => node.counters.refused[refusal.index()] += 1,
+                }
+                self.stirred = true;
+            }
+        }
+        self.stirred
+    }
+}
+
+/// The workers behind streams, and their names at the server.
+fn streams_of(config: &ServerConfig, nodes: &[Listed]) -> Vec<(Endpoint, u64)> {
+    let below = config.tree.children.iter().enumerate().filter_map(|(place, child)| match child {
+        Node::Worker(worker) if nodes[usize::from(*worker)].kind == Kind::Stream => {
+            let bit = if config.naming == Naming::Children { place } else { usize::from(*worker) };
+            Some((Endpoint(u32::from(*worker)), 1 << bit))
+        }
+        _ => None,
+    });
+    below.collect()
+}
+
 impl Machine for Serving {
     fn train(&mut self, now: Time, train: Train<'_>, outbox: &mut Outbox<'_>) {
         let mut asks = None;
@@ -135,7 +178,7 @@ impl Machine for Serving {
     }
 
     fn timeout(&self) -> Option<Time> {
-        self.jobs.values().map(|open| open.server.poll_timeout()).min()
+        self.jobs.values().flat_map(Open::timeouts).min()
     }
 
     fn send(&mut self, now: Time, socket: &mut Datagrams) {
@@ -155,9 +198,13 @@ impl Machine for Serving {
                 // If its thread has ended, `done` is dropped, and says so.
                 let _ = self.worker.send((buffer, done));
             }
-            while open.stirred && !socket.is_blocked() {
+            while open.pumped(now) && !socket.is_blocked() {
                 match open.server.poll_transmit() {
                     Some(Transmit { to, header, payload }) => {
+                        if let Some(stream) = open.streams.iter_mut().find(|stream| stream.endpoint == to) {
+                            stream.handle_packet(now, &[&header[..], payload].concat());
+                            continue;
+                        }
                         let node = &mut open.nodes[to.0 as usize];
                         if node.receives {
                             let seq = u32::from_be_bytes(header[12..16].try_into().expect("4 bytes"));
@@ -192,7 +239,10 @@ impl Machine for Serving {
             heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
             idle_every: ServerConfig::IDLE_EVERY,
         };
-        let memory_bytes = config.memory_bytes();
+        // What workers behind streams have pushed and not pulled.
+        let kept = held_blocks.map_or(0, |blocks| blocks as usize * common.block_bytes).max(PENDING_BYTES as usize);
+        let names = streams_of(&config, &job.nodes);
+        let memory_bytes = config.memory_bytes().saturating_add(names.len().saturating_mul(kept));
         let others = || self.jobs.values().filter(|open| open.job.common.job != common.job);
         let conflict = |message: String| Err(Refused::Conflict(message));
         if others().count() >= self.limits.jobs {
@@ -226,6 +276,7 @@ impl Machine for Serving {
             life,
             lent_bytes: 0,
             server: Server::new(now, config),
+            streams: names.iter().map(|(at, name)| Stream::new(now, common, *at, *name, kept)).collect(),
             nodes: Known::all(&job, self.door.is_open()),
             opened: now,
             committed: 0,
@@ -240,7 +291,28 @@ impl Machine for Serving {
     }
 
     fn close(&mut self, job: u32) {
-        self.stray_bytes += self.jobs.remove(&job).map_or(0, |open| open.lent_bytes);
+        let Some(open) = self.jobs.remove(&job) else { return };
+        self.stray_bytes += open.lent_bytes;
+        let why = format!("epoch {} of job {job} is over", open.life.epoch);
+        open.streams.into_iter().for_each(|stream| stream.close(&why));
+    }
+
+    fn stream(&mut self, now: Time, text: &str, call: Streamed) {
+        let name = match Name::parse(text, matches!(call, Streamed::Push(..))) {
+            Ok(name) => name,
+            Err(why) => return call.refuse(why),
+        };
+        let Some(open) = self.jobs.get_mut(&name.job).filter(|open| open.life.epoch == name.epoch) else {
+            return call.refuse(format!("epoch {} of job {} is not open here", name.epoch, name.job));
+        };
+        let endpoint = Endpoint(u32::from(name.worker));
+        match open.streams.iter_mut().find(|stream| stream.endpoint == endpoint) {
+            None => call.refuse(format!("worker {} of job {} does not push over a stream", name.worker, name.job)),
+            Some(stream) => {
+                stream.ask(name, call);
+                open.nodes[usize::from(name.worker)].heard = Some(now);
+            }
+        }
     }
 
     fn done(&mut self, now: Time, Ended { life, first, bytes, outcome }: Ended) {
