@@ -18,12 +18,19 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 
+/// Bytes that are pushed, with their owner.
+pub type Body = Box<dyn AsRef<[u8]> + Send>;
+/// The results of a buffer, shared with those who pull it.
+pub type Results = Arc<Vec<u8>>;
+/// How a call is answered: with what it asked for, or with the reason why not.
+pub type Answer<T> = Box<dyn FnOnce(Result<T, String>) + Send>;
+
 /// What a client asks of a buffer ([`crate::Daemon::stream`]). Its answer comes once, from any thread.
 pub enum Streamed {
     /// Push these sums' parts, in this machine's order of bytes. The answer: all its blocks were accepted.
-    Push(Box<dyn AsRef<[u8]> + Send>, Box<dyn FnOnce(Result<(), String>) + Send>),
+    Push(Body, Answer<()>),
     /// Pull its results. The answer: these, or why there are none.
-    Pull(Box<dyn FnOnce(Result<Arc<Vec<u8>>, String>) + Send>),
+    Pull(Answer<Results>),
 }
 
 impl fmt::Debug for Streamed {
@@ -97,9 +104,9 @@ pub(crate) struct Stream {
 struct Pushed {
     format: Option<Format>,
     /// From its push until all its blocks are accepted.
-    body: Option<Box<dyn AsRef<[u8]> + Send>>,
-    pushes: Vec<Box<dyn FnOnce(Result<(), String>) + Send>>,
-    pulls: Vec<Box<dyn FnOnce(Result<Arc<Vec<u8>>, String>) + Send>>,
+    body: Option<Body>,
+    pushes: Vec<Answer<()>>,
+    pulls: Vec<Answer<Results>>,
     /// The SeqNum of its first block, how many blocks have one, and how many there are; 0: it is not pushed.
     start: Serial,
     posted: u32,
@@ -108,7 +115,7 @@ struct Pushed {
     results: Vec<u8>,
     got: u32,
     bytes: usize,
-    outcome: Option<Result<Arc<Vec<u8>>, String>>,
+    outcome: Option<Result<Results, String>>,
 }
 
 impl Stream {
@@ -150,13 +157,12 @@ impl Stream {
         }
     }
 
-    #[allow(clippy::type_complexity, reason = "what was given comes back")]
     fn push(
         &mut self,
         Name { number, format, .. }: Name,
-        body: Box<dyn AsRef<[u8]> + Send>,
-        answer: Box<dyn FnOnce(Result<(), String>) + Send>,
-    ) -> Result<(), (String, Box<dyn FnOnce(Result<(), String>) + Send>)> {
+        body: Body,
+        answer: Answer<()>,
+    ) -> Result<(), (String, Answer<()>)> {
         let bytes = (*body).as_ref().len();
         let kept: usize = self.buffers.iter().map(|buffer| buffer.bytes).sum();
         let (first, limit, block_bytes) = (self.first, self.limit, self.block_bytes);
@@ -195,7 +201,7 @@ impl Stream {
         Ok(())
     }
 
-    fn pull(&mut self, Name { number, has, .. }: Name, answer: Box<dyn FnOnce(Result<Arc<Vec<u8>>, String>) + Send>) {
+    fn pull(&mut self, Name { number, has, .. }: Name, answer: Answer<Results>) {
         while self.first < has && self.buffers.front().is_some_and(|buffer| buffer.outcome.is_some()) {
             self.buffers.pop_front();
             self.first += 1;
@@ -325,7 +331,7 @@ fn too_far(number: u64, first: u64) -> String {
 }
 
 impl Pushed {
-    fn end(&mut self, outcome: Result<Arc<Vec<u8>>, String>) {
+    fn end(&mut self, outcome: Result<Results, String>) {
         self.results = Vec::new();
         self.pulls.drain(..).for_each(|answer| answer(outcome.clone()));
         self.outcome = Some(outcome);

@@ -44,6 +44,8 @@ struct Open {
     memory_bytes: usize,
     /// There may be something to send.
     stirred: bool,
+    /// It has had its turn, and has more to send than that.
+    has_more: bool,
     /// Packets were not sent to some nodes, which are not known to receive any and were not asked since.
     owes: bool,
     /// The node that was asked last.
@@ -122,7 +124,8 @@ impl Serving {
 
 impl Open {
     fn timeouts(&self) -> impl Iterator<Item = Time> {
-        std::iter::once(self.server.poll_timeout()).chain(self.streams.iter().map(Stream::poll_timeout))
+        let soon = self.has_more.then_some(Time(0));
+        soon.into_iter().chain([self.server.poll_timeout()]).chain(self.streams.iter().map(Stream::poll_timeout))
     }
 
     /// Gives what workers behind streams say to the server. Returns whether there may be something to send.
@@ -146,6 +149,10 @@ impl Open {
         self.stirred
     }
 }
+
+/// Packets of a job that are sent before others have their turn, and datagrams are received: a worker behind a stream has a whole buffer
+/// to say.
+const TURN: u32 = 256;
 
 /// The workers behind streams, and their names at the server.
 fn streams_of(config: &ServerConfig, nodes: &[Listed]) -> Vec<(Endpoint, u64)> {
@@ -198,7 +205,9 @@ impl Machine for Serving {
                 // If its thread has ended, `done` is dropped, and says so.
                 let _ = self.worker.send((buffer, done));
             }
-            while open.pumped(now) && !socket.is_blocked() {
+            let mut left = if open.streams.is_empty() { u32::MAX } else { TURN };
+            while open.pumped(now) && left > 0 && !socket.is_blocked() {
+                left -= 1;
                 match open.server.poll_transmit() {
                     Some(Transmit { to, header, payload }) => {
                         if let Some(stream) = open.streams.iter_mut().find(|stream| stream.endpoint == to) {
@@ -216,6 +225,7 @@ impl Machine for Serving {
                     None => open.stirred = false,
                 }
             }
+            open.has_more = left == 0;
         }
     }
 
@@ -282,6 +292,7 @@ impl Machine for Serving {
             committed: 0,
             memory_bytes,
             stirred: true,
+            has_more: false,
             owes: false,
             asked: 0,
             job,
