@@ -249,10 +249,10 @@ impl Machine for Serving {
             heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
             idle_every: ServerConfig::IDLE_EVERY,
         };
-        // What workers behind streams have pushed and not pulled.
+        // What workers behind streams have pushed and not pulled: a buffer's blocks until they are accepted, and its results.
         let kept = held_blocks.map_or(0, |blocks| blocks as usize * common.block_bytes).max(PENDING_BYTES as usize);
         let names = streams_of(&config, &job.nodes);
-        let memory_bytes = config.memory_bytes().saturating_add(names.len().saturating_mul(kept));
+        let memory_bytes = config.memory_bytes().saturating_add(names.len().saturating_mul(2 * kept));
         let others = || self.jobs.values().filter(|open| open.job.common.job != common.job);
         let conflict = |message: String| Err(Refused::Conflict(message));
         if others().count() >= self.limits.jobs {
