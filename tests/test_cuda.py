@@ -102,11 +102,14 @@ def test_while_a_graph_is_captured(medium: Backend) -> None:
 
 @with_gpu
 def test_device_that_takes_too_long() -> None:
-    """A kernel that outlasts the time-out fails the operation on both ranks, with that reason."""
+    """A kernel that outlasts the time-out fails the operation on both ranks: its own says so, the other waited for that rank or
+    was told."""
     with ranks.Ranks(_busy_device, count=2, env=_ONE_GPU) as job:
-        for outcome in job.outcomes(timeout_s=60, grace_s=30):
+        busy, waiting = job.outcomes(timeout_s=60, grace_s=30)
+        for outcome in (busy, waiting):
             assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.Timeout"), str(outcome)
-            assert "not ready" in outcome.raised.text, outcome.raised.text
+        assert "its tensor was not ready" in busy.raised.text, busy.raised.text
+        assert "waiting for rank 0" in waiting.raised.text or "not ready" in waiting.raised.text, waiting.raised.text
 
 
 # ---------------------------------------------------------------------------------------------------------- on fakes

@@ -53,6 +53,7 @@ class Engine:
         generation: int,
         addresses: Sequence[str],
         ports: tuple[int, int],
+        io_threads: int,
         streams: int,
         streams_within_host: int,
         shared_memory: bool,

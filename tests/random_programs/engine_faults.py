@@ -44,6 +44,10 @@ class EngineFault:
 # The parts of paths that most of them share.
 _GROUPS = "penstock-core/src/groups"
 _PEER = "penstock-stream/src/peer"
+_DRIVER = "penstock-net/src/driver"
+# What finds faults in how threads use claims.
+_STANDING = Test("penstock-engine", "virtual_time::threads_that_stand_still_within_claims")
+_STANDS_STILL = "it takes a fault, or a second copy, while a thread stands still within a claim"
 
 FAULTS = {
     # ------------------------------------------------------------------------------------ what ranks compare, and probes
@@ -384,6 +388,63 @@ FAULTS = {
         seed=3_001_800,
         expected="it takes a rank that joins with one that has died while a third waits for it elsewhere",
         test=Test("penstock-engine", "virtual_time::a_join_with_a_rank_that_has_died_fails_at_once"),
+    ),
+    # -------------------------------------------------------------------------------------------- claims of I/O threads
+    "copies-do-not-wait-for-a-claim": EngineFault(
+        f"{_DRIVER}/turn.rs",
+        "            if driver.peers.claims.lands(peer, &header.key, header.offset) {\n",
+        "            if false && driver.peers.claims.lands(peer, &header.key, header.offset) {\n",
+        "a copy of a frame is used while another thread uses one",
+        expected=_STANDS_STILL,
+        test=_STANDING,
+    ),
+    "claim-of-a-lost-stream-not-held": EngineFault(
+        f"{_DRIVER}/gone.rs",
+        "            if let Some((key, offset)) = landing {\n",
+        "            if let Some((key, offset)) = landing.filter(|_| false) {\n",
+        "a frame's place is given to another stream while the reader of one that was lost touches it",
+        expected=_STANDS_STILL,
+        test=_STANDING,
+    ),
+    "claim-of-a-lost-stream-counts-on-the-next": EngineFault(
+        f"{_DRIVER}/turn.rs",
+        "let stream = if self.give_back_reader(token, reader) { stream } else { LOST_STREAM };",
+        "let _ = (self.give_back_reader(token, reader), LOST_STREAM);",
+        "a frame that was used when its stream was lost counts as one of the stream that came in its place",
+        expected=_STANDS_STILL,
+        test=_STANDING,
+    ),
+    "peer-gone-while-claimed": EngineFault(
+        f"{_DRIVER}/gone.rs",
+        "position(|gone| !self.peers.claims.concern(gone.peer))",
+        "position(|gone| true || self.peers.claims.concern(gone.peer))",
+        "a peer is gone while a thread has a claim on a stream of it",
+        expected=_STANDS_STILL,
+        test=_STANDING,
+    ),
+    "groups-fail-while-claimed": EngineFault(
+        f"{_DRIVER}/timers.rs",
+        "Order::Then(act) => self.peers.claims.after_drops(act),",
+        "Order::Then(act) => act(),",
+        "callers have the memory of a group that has failed back while threads have claims on it",
+        expected=_STANDS_STILL,
+        test=_STANDING,
+    ),
+    "claims-in-a-group-that-has-failed-not-let-go": EngineFault(
+        f"{_DRIVER}/timers.rs",
+        "                    self.peers.claims.drop_all(scope, source);\n",
+        "                    drop(source);\n",
+        "a thread that comes back into a group that has failed goes on in its memory",
+        expected=_STANDS_STILL,
+        test=_STANDING,
+    ),
+    "operations-end-while-claimed": EngineFault(
+        "penstock-net/src/claims.rs",
+        "            true => self.ended.push((*op, Box::new(act))),\n",
+        "            true => act(),\n",
+        "callers have the memory of an operation back while threads have claims on it",
+        expected="what is read too late is a copy that its receiver discards",
+        test=Test("penstock-net", "claims::tests::ends_wait_for_claims"),
     ),
     # -------------------------------------------------------------------------------------------------------- channels
     "channel-ignored-where-frames-arrive": EngineFault(

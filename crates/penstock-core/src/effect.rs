@@ -102,7 +102,8 @@ pub enum Incoming {
         /// How many.
         len: u64,
     },
-    /// Bytes that lie already where [`place`](crate::operation::Operation::place) said.
+    /// Bytes that lie already where [`place`](crate::operation::Operation::place) said, or with which was done what
+    /// [`claim`](crate::operation::Operation::claim) said.
     Placed {
         /// How many.
         len: u64,

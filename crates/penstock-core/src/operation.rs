@@ -190,6 +190,27 @@ impl Operation {
         Some(Place { buf: dst.buf, offset: start + offset })
     }
 
+    /// What is to be done with bytes of an open message, if that can be done now, without regard to what else has come: the caller does
+    /// it and then gives [`Operation::on_message`] the bytes as [`Incoming::Placed`]. No two callers may do it with the same bytes.
+    #[must_use]
+    pub fn claim(&self, from: u32, message: u32, offset: u64, len: u64, total: u64) -> Option<Verdict> {
+        let (instance, _) = self.find(from, message)?;
+        let State { started, done, .. } = *self.state(instance);
+        let (dst, element, verdict) = match self.action(instance) {
+            Action::Recv { dst, .. } => {
+                let (start, _) = dst.segment(instance.segment);
+                (dst, 1, Verdict::Copy(Place { buf: dst.buf, offset: start + offset }))
+            }
+            Action::Reduce { dst, sources, .. } if message_operands(sources) == 1 => {
+                (dst, self.element_bytes, Verdict::Reduce { instance, offset })
+            }
+            _ => return None,
+        };
+        let (_, expected) = dst.segment(instance.segment);
+        let fits = started && !done && expected == total && check_frame(offset, len, expected, element).is_ok();
+        fits.then_some(verdict)
+    }
+
     /// Where bytes `offset..offset + len` of an outgoing message lie.
     #[must_use]
     pub fn source(&self, to: u32, message: u32, offset: u64, len: usize) -> Option<Place> {
@@ -290,12 +311,17 @@ impl Operation {
         if let Incoming::Frame { offset, len } = incoming {
             check_frame(offset, len, expected, self.element_bytes)?;
         }
-        let messages = sources.iter().filter(|source| matches!(source, Operand::Message { .. })).count();
-        if let Incoming::Frame { offset, len } = incoming
-            && messages == 1
-        {
-            self.got(instance, len, expected);
-            return Ok(Verdict::Reduce { instance, offset });
+        let messages = message_operands(sources);
+        match incoming {
+            Incoming::Frame { offset, len } if messages == 1 => {
+                self.got(instance, len, expected);
+                return Ok(Verdict::Reduce { instance, offset });
+            }
+            Incoming::Placed { len } if messages == 1 => {
+                self.got(instance, len, expected);
+                return Ok(Verdict::Nothing);
+            }
+            _ => {}
         }
         let slots = self.kept.entry(instance).or_insert_with(|| vec![Kept::Nothing; sources.len()]);
         let slot = &mut slots[operand as usize];
@@ -572,6 +598,11 @@ impl Operation {
 fn from_step(steps: &Steps, first: usize) -> impl Iterator<Item = (u32, &Step)> {
     let (before, after) = steps.steps.split_at(first);
     (first as u32..).zip(after).chain((0..).zip(before))
+}
+
+/// How many operands of a reduction are messages.
+fn message_operands(sources: &[Operand]) -> usize {
+    sources.iter().filter(|source| matches!(source, Operand::Message { .. })).count()
 }
 
 /// A frame lies inside its message and holds whole elements of so many bytes: arithmetic takes nothing else. Our own

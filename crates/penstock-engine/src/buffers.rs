@@ -7,12 +7,13 @@ use penstock_kernels::{Finish, reduce};
 use penstock_net::memory::Remote;
 use penstock_plan::{Action, Buf, Operand, Slice, Steps};
 use penstock_types::{DType, ReduceOp};
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 
 /// The part of a user's request that arithmetic needs.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Memory {
     pub(crate) dtype: DType,
     pub(crate) op: ReduceOp,
@@ -26,12 +27,18 @@ pub(crate) struct Memory {
 #[derive(Debug)]
 pub(crate) struct Buffers {
     steps: Arc<Steps>,
-    memory: Memory,
+    places: Places,
+    /// What [`Places::scratch`] points to: neither longer nor shorter as long as the operation runs.
     scratch: Vec<u8>,
     /// By instance: messages, by operand, that wait for the others of their step, or to be read.
     kept: HashMap<Instance, Vec<Option<Kept>>>,
-    /// Blocks of remote memory are read here.
-    blocks: Vec<u8>,
+}
+
+/// Addresses of an operation's buffers. They may outlive a borrow of these, and not the operation.
+#[derive(Clone, Copy, Debug)]
+struct Places {
+    memory: Memory,
+    scratch: *mut u8,
 }
 
 /// What is kept of a message.
@@ -53,28 +60,29 @@ impl Kept {
 }
 
 // SAFETY: the pointers are the user's buffers, which the caller of the engine keeps alive and leaves alone until the
-// operation ends; only the engine's thread uses them.
+// operation ends; the engine's threads use them by turns, or with claims on ranges that do not overlap.
 unsafe impl Send for Buffers {}
+// SAFETY: likewise.
+unsafe impl Send for Places {}
 
 impl Buffers {
     /// The buffers of an operation that runs these steps.
     pub(crate) fn new(steps: Arc<Steps>, memory: Memory) -> Buffers {
-        let scratch = vec![0; steps.scratch_bytes as usize];
-        Buffers { scratch, kept: HashMap::new(), blocks: Vec::new(), steps, memory }
+        let mut scratch = vec![0; steps.scratch_bytes as usize];
+        let places = Places { memory, scratch: scratch.as_mut_ptr() };
+        Buffers { places, scratch, kept: HashMap::new(), steps }
+    }
+
+    /// What does with a claimed frame's payload what was decided. It may run on another thread, while the operation goes on.
+    pub(crate) fn claimed(&self, verdict: Verdict) -> impl FnOnce(&[u8]) + Send + 'static {
+        let (steps, places) = (self.steps.clone(), self.places);
+        move |payload| places.take(&steps, verdict, payload)
     }
 
     /// Does with bytes of a message, from `offset` on, what was decided.
     pub(crate) fn take(&mut self, verdict: Verdict, offset: u64, payload: &[u8]) {
         match verdict {
-            Verdict::Copy(place) => {
-                // SAFETY: the operation has checked that the bytes lie inside the place of their message.
-                unsafe { std::ptr::copy_nonoverlapping(payload.as_ptr(), self.address(place), payload.len()) };
-            }
-            Verdict::Reduce { instance, offset } => {
-                let steps = self.steps.clone();
-                let Action::Reduce { dst, sources, last } = &steps.steps[instance.step as usize].action else { return };
-                self.reduce(dst, sources, instance.segment, offset, payload.len(), *last, |_| payload.as_ptr());
-            }
+            Verdict::Copy(_) | Verdict::Reduce { .. } => self.places.take(&self.steps, verdict, payload),
             Verdict::Keep { instance, operand, total } => {
                 let slot = self.slot(instance, operand);
                 if payload.len() as u64 == total {
@@ -104,26 +112,57 @@ impl Buffers {
         &mut slots[operand as usize]
     }
 
-    /// Does what an instance does. Returns the operands that were read from other processes' memory, and whether what was read
-    /// is certain; or the operand that cannot be read.
+    /// Does what an instance does, at once: see [`Computation::run`].
     pub(crate) fn compute(&mut self, instance: Instance) -> Result<Vec<(u32, bool)>, (u32, io::Error)> {
-        let steps = self.steps.clone();
+        self.computation(instance).run()
+    }
+
+    /// What an instance does, with what is kept for it. It may run on another thread, while the operation goes on.
+    pub(crate) fn computation(&mut self, instance: Instance) -> Computation {
         let slots = self.kept.remove(&instance).unwrap_or_default();
-        let kept: Vec<(u32, Kept)> =
-            (0..).zip(slots).filter_map(|(operand, kept)| kept.map(|kept| (operand, kept))).collect();
-        let segment = instance.segment;
-        match &steps.steps[instance.step as usize].action {
+        let kept = (0..).zip(slots).filter_map(|(operand, kept)| kept.map(|kept| (operand, kept))).collect();
+        Computation { steps: self.steps.clone(), places: self.places, instance, kept }
+    }
+
+    /// Where bytes lie.
+    pub(crate) fn address(&self, place: Place) -> *mut u8 {
+        self.places.address(place)
+    }
+
+    /// Bytes of the engine's own that it holds.
+    pub(crate) fn bytes(&self) -> usize {
+        let kept: usize = self.kept.values().flatten().flatten().map(Kept::bytes).sum();
+        self.scratch.capacity() + kept
+    }
+}
+
+/// Work of an instance, taken out of its operation's buffers.
+#[derive(Debug)]
+pub(crate) struct Computation {
+    steps: Arc<Steps>,
+    places: Places,
+    instance: Instance,
+    kept: Vec<(u32, Kept)>,
+}
+
+impl Computation {
+    /// Does it. Returns the operands that were read from other processes' memory, and whether what was read
+    /// is certain; or the operand that cannot be read.
+    pub(crate) fn run(&self) -> Result<Vec<(u32, bool)>, (u32, io::Error)> {
+        let steps = self.steps.clone();
+        let Instance { step, segment } = self.instance;
+        match &steps.steps[step as usize].action {
             Action::Copy { dst, src } => {
                 let ((to, len), (from, _)) = (dst.segment(segment), src.segment(segment));
-                let to = self.address(Place { buf: dst.buf, offset: to });
-                let from = self.address(Place { buf: src.buf, offset: from }).cast_const();
+                let to = self.places.address(Place { buf: dst.buf, offset: to });
+                let from = self.places.address(Place { buf: src.buf, offset: from }).cast_const();
                 // SAFETY: the plan's slices lie in their buffers and do not overlap (proved by its checker).
                 unsafe { std::ptr::copy(from, to, len as usize) };
             }
             Action::Recv { dst, .. } => {
                 let (offset, len) = dst.segment(segment);
-                let place = self.address(Place { buf: dst.buf, offset });
-                for (operand, kept) in &kept {
+                let place = self.places.address(Place { buf: dst.buf, offset });
+                for (operand, kept) in &self.kept {
                     let Kept::Remote(remote) = kept else { continue };
                     // SAFETY: the slice has `len` bytes.
                     unsafe { remote.read(0, place, len as usize) }.map_err(|error| (*operand, error))?;
@@ -131,12 +170,12 @@ impl Buffers {
             }
             Action::Reduce { dst, sources, last } => {
                 let (_, len) = dst.segment(segment);
-                self.reduce_kept(dst, sources, segment, len, *last, &kept)?;
+                self.reduce_kept(dst, sources, segment, len, *last)?;
             }
             _ => unreachable!("every other step has no bytes of its own to work on"),
         }
         let mut read = Vec::new();
-        for (operand, kept) in &kept {
+        for (operand, kept) in &self.kept {
             if let Kept::Remote(remote) = kept {
                 read.push((*operand, remote.is_certain().map_err(|error| (*operand, error))?));
             }
@@ -144,10 +183,82 @@ impl Buffers {
         Ok(read)
     }
 
+    /// Reduces a whole segment whose messages are kept: block by block, so that what is read is still in the cache when
+    /// it is added.
+    fn reduce_kept(
+        &self,
+        dst: &Slice,
+        sources: &[Operand],
+        segment: u32,
+        len: u64,
+        last: bool,
+    ) -> Result<(), (u32, io::Error)> {
+        let kept = &self.kept;
+        let is_elsewhere = |kept: &Kept| matches!(kept, Kept::Remote(memory) if memory.pointer().is_none());
+        let remotes = kept.iter().filter(|(_, kept)| is_elsewhere(kept)).count();
+        let block = BLOCK_BYTES.checked_div(remotes).map_or(len as usize, |share| share.max(16 * 1024) & !63);
+        let mut blocks = BLOCKS.take();
+        if blocks.len() < remotes * block {
+            blocks.resize(remotes * block, 0);
+        }
+        let mut offset = 0;
+        while offset < len {
+            let count = (len - offset).min(block as u64) as usize;
+            let mut places = [(0u32, std::ptr::null()); MAX_OPERANDS];
+            let mut many = Vec::new();
+            let places = if kept.len() <= MAX_OPERANDS {
+                &mut places[..kept.len()]
+            } else {
+                many.resize(kept.len(), (0, std::ptr::null()));
+                &mut many[..]
+            };
+            let mut remote = 0;
+            for (place, (operand, kept)) in places.iter_mut().zip(kept) {
+                let bytes = match kept {
+                    Kept::Bytes(bytes) => bytes[offset as usize..].as_ptr(),
+                    Kept::Remote(memory) => match memory.pointer() {
+                        Some(pointer) => pointer.wrapping_add(offset as usize),
+                        None => {
+                            let at = blocks[remote * block..].as_mut_ptr();
+                            remote += 1;
+                            // SAFETY: each remote has a block of its own.
+                            unsafe { memory.read(offset, at, count) }.map_err(|error| (*operand, error))?;
+                            at.cast_const()
+                        }
+                    },
+                };
+                *place = (*operand, bytes);
+            }
+            self.places.reduce(dst, sources, segment, offset, count, last, |operand| {
+                places.iter().find(|(known, _)| *known == operand).map_or(std::ptr::null(), |(_, place)| *place)
+            });
+            offset += count as u64;
+        }
+        BLOCKS.set(blocks);
+        Ok(())
+    }
+}
+
+impl Places {
+    /// Does with bytes of a message what was decided, if that is to use them now.
+    fn take(self, steps: &Steps, verdict: Verdict, payload: &[u8]) {
+        match verdict {
+            Verdict::Copy(place) => {
+                // SAFETY: the operation has checked that the bytes lie inside the place of their message.
+                unsafe { std::ptr::copy_nonoverlapping(payload.as_ptr(), self.address(place), payload.len()) };
+            }
+            Verdict::Reduce { instance, offset } => {
+                let Action::Reduce { dst, sources, last } = &steps.steps[instance.step as usize].action else { return };
+                self.reduce(dst, sources, instance.segment, offset, payload.len(), *last, |_| payload.as_ptr());
+            }
+            Verdict::Keep { .. } | Verdict::Nothing => {}
+        }
+    }
+
     /// Reduces bytes `offset..offset + len` of a segment; `message(operand)` is where a message's bytes are.
     #[allow(clippy::too_many_arguments)]
     fn reduce(
-        &self,
+        self,
         dst: &Slice,
         sources: &[Operand],
         segment: u32,
@@ -184,76 +295,20 @@ impl Buffers {
         unsafe { reduce(self.memory.op, self.memory.dtype, place(dst), operands, len, finish) };
     }
 
-    /// Reduces a whole segment whose messages are kept: block by block, so that what is read is still in the cache when
-    /// it is added.
-    fn reduce_kept(
-        &mut self,
-        dst: &Slice,
-        sources: &[Operand],
-        segment: u32,
-        len: u64,
-        last: bool,
-        kept: &[(u32, Kept)],
-    ) -> Result<(), (u32, io::Error)> {
-        let is_elsewhere = |kept: &Kept| matches!(kept, Kept::Remote(memory) if memory.pointer().is_none());
-        let remotes = kept.iter().filter(|(_, kept)| is_elsewhere(kept)).count();
-        let block = BLOCK_BYTES.checked_div(remotes).map_or(len as usize, |share| share.max(16 * 1024) & !63);
-        let mut blocks = std::mem::take(&mut self.blocks);
-        if blocks.len() < remotes * block {
-            blocks.resize(remotes * block, 0);
-        }
-        let mut offset = 0;
-        while offset < len {
-            let count = (len - offset).min(block as u64) as usize;
-            let mut places = [(0u32, std::ptr::null()); MAX_OPERANDS];
-            let mut many = Vec::new();
-            let places = if kept.len() <= MAX_OPERANDS {
-                &mut places[..kept.len()]
-            } else {
-                many.resize(kept.len(), (0, std::ptr::null()));
-                &mut many[..]
-            };
-            let mut remote = 0;
-            for (place, (operand, kept)) in places.iter_mut().zip(kept) {
-                let bytes = match kept {
-                    Kept::Bytes(bytes) => bytes[offset as usize..].as_ptr(),
-                    Kept::Remote(memory) => match memory.pointer() {
-                        Some(pointer) => pointer.wrapping_add(offset as usize),
-                        None => {
-                            let at = blocks[remote * block..].as_mut_ptr();
-                            remote += 1;
-                            // SAFETY: each remote has a block of its own.
-                            unsafe { memory.read(offset, at, count) }.map_err(|error| (*operand, error))?;
-                            at.cast_const()
-                        }
-                    },
-                };
-                *place = (*operand, bytes);
-            }
-            self.reduce(dst, sources, segment, offset, count, last, |operand| {
-                places.iter().find(|(known, _)| *known == operand).map_or(std::ptr::null(), |(_, place)| *place)
-            });
-            offset += count as u64;
-        }
-        self.blocks = blocks;
-        Ok(())
-    }
-
     /// Where bytes lie.
-    pub(crate) fn address(&self, place: Place) -> *mut u8 {
+    fn address(self, place: Place) -> *mut u8 {
         let base = match place.buf {
             Buf::Input => self.memory.input.cast_mut(),
             Buf::Output => self.memory.output,
-            Buf::Scratch => self.scratch.as_ptr().cast_mut(),
+            Buf::Scratch => self.scratch,
         };
         base.wrapping_add(place.offset as usize)
     }
+}
 
-    /// Bytes of the engine's own that it holds.
-    pub(crate) fn bytes(&self) -> usize {
-        let kept: usize = self.kept.values().flatten().flatten().map(Kept::bytes).sum();
-        self.scratch.capacity() + self.blocks.capacity() + kept
-    }
+thread_local! {
+    /// Blocks of remote memory are read here.
+    static BLOCKS: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
 }
 
 /// Operands of a reduction that need no allocation.

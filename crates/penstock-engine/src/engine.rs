@@ -7,12 +7,11 @@ use crate::runtime::{Command, GroupSpec, Runtime, Shared};
 use crate::stats::Stats;
 use crate::ticket::Ticket;
 use penstock_net::memory::{MemoryEpoch, Region};
-use penstock_net::{Contact, Driver, Listen, Process, Ptracer, Settings, fds, log_writer};
+use penstock_net::{Contact, Driver, Listen, Loop, Process, Ptracer, Settings, fds, log_writer};
 use penstock_plan::Thresholds;
 use penstock_stream::handshake::NodeKey;
 use penstock_stream::peer::PeerConfig;
 use penstock_types::{Failure, FailureKind, Generation};
-use std::any::Any;
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -35,6 +34,8 @@ pub struct Config {
     pub addresses: Vec<IpAddr>,
     /// Ports to try, first to last.
     pub ports: std::ops::RangeInclusive<u16>,
+    /// Threads that read, reduce and write, 1 to [`MAX_IO_THREADS`].
+    pub io_threads: usize,
     /// TCP streams to a peer on another host.
     pub streams: u16,
     /// TCP streams to a peer at an address of this host.
@@ -53,7 +54,7 @@ pub struct Config {
     pub flight_recorder: Option<PathBuf>,
 }
 
-/// One process's engine: a thread, its listeners and streams.
+/// One process's engine: its threads, listeners and streams.
 #[derive(Debug)]
 pub struct Engine {
     handle: Arc<Handle>,
@@ -93,13 +94,8 @@ impl Engine {
         let recorder =
             Recorder::new(config.rank, config.generation.0, config.host.clone(), config.flight_recorder.clone());
         let records = recorder.clone();
-        let thread = std::thread::Builder::new()
-            .name("penstock".into())
-            .spawn(move || {
-                let runtime = Runtime::new(own.clone(), node, mark, Thresholds::default(), records);
-                run(driver, runtime, &own);
-            })
-            .map_err(|error| Failure::of_call(FailureKind::Config, format!("cannot start a thread: {error}.")))?;
+        let runtime = Runtime::new(own.clone(), node, mark, Thresholds::default(), records);
+        let thread = start_threads(config.io_threads, Arc::new(Loop::new(driver, runtime)), own)?;
         Ok(Engine {
             handle: Arc::new(Handle::new(shared, wake, recorder)),
             contact,
@@ -214,6 +210,7 @@ pub(crate) fn settings(config: &Config, node: NodeKey) -> Settings {
     Settings {
         node,
         rank: config.rank,
+        io_threads: config.io_threads.clamp(1, MAX_IO_THREADS),
         streams: config.streams.max(1),
         streams_within_host: config.streams_within_host.max(1),
         shared_memory: config.shared_memory,
@@ -230,43 +227,66 @@ pub(crate) fn settings(config: &Config, node: NodeKey) -> Settings {
     }
 }
 
-/// Runs the engine's thread. When it ends, for whatever reason, all waits on it end, and later calls fail at once.
-fn run(mut driver: Driver, mut runtime: Runtime, shared: &Shared) {
+/// Starts the engine's threads. Returns the first, which ends after the others.
+fn start_threads(count: usize, the_loop: Arc<Loop<Runtime>>, shared: Arc<Shared>) -> Result<JoinHandle<()>, Failure> {
+    let count = count.clamp(1, MAX_IO_THREADS);
+    let weak = Arc::downgrade(&the_loop);
+    let refused = |thread: usize, error: &std::io::Error| {
+        if let Some(helped) = weak.upgrade() {
+            helped.end();
+        }
+        Failure::of_call(
+            FailureKind::Config,
+            format!(
+                "cannot start I/O thread {} of {count}: {error}. Raise the limit on threads (ulimit -u, TasksMax= of systemd, the pids \
+                 limit of a container), or lower PENSTOCK_IO_THREADS.",
+                thread + 1
+            ),
+        )
+    };
+    let mut helpers = Vec::new();
+    for thread in 1..count {
+        let helped = the_loop.clone();
+        let builder = std::thread::Builder::new().name(format!("penstock-{thread}"));
+        helpers.push(builder.spawn(move || helped.help(thread)).map_err(|error| refused(thread, &error))?);
+    }
+    let first = std::thread::Builder::new().name("penstock".into()).spawn(move || run(the_loop, helpers, &shared));
+    first.map_err(|error| refused(0, &error))
+}
+
+/// Runs the engine's first thread. When it ends, for whatever reason, all waits on it end, and later calls fail at once.
+fn run(the_loop: Arc<Loop<Runtime>>, helpers: Vec<JoinHandle<()>>, shared: &Shared) {
     let mut failure = Failure::fatal(
         FailureKind::Closed,
         "the engine has stopped: the last process group was destroyed, or the interpreter is about to end.",
     );
-    // After a panic the driver and the runtime are used once more, to tell the peers. Whatever that cannot end is dropped
-    // below.
-    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| driver.run(&mut runtime))) {
+    // After a panic the loop is used once more, to tell the peers. Whatever that cannot end is dropped below.
+    if let Err(panic) = the_loop.run(helpers) {
         failure = Failure::fatal(
             FailureKind::Bug,
             format!(
-                "the engine's thread has panicked: {}. This is a defect of Penstock: please report it, with what that process \
+                "the engine's thread has panicked: {panic}. This is a defect of Penstock: please report it, with what that process \
                  has printed on standard error. The process must be started again.",
-                panic_text(&*panic)
             ),
         );
         log::error!("penstock: {}", failure.message);
         shared.close(&failure);
         let told = catch_unwind(AssertUnwindSafe(|| {
-            runtime.crash(driver.peers(), &failure);
-            driver.run(&mut runtime);
+            the_loop.with(|driver, runtime| runtime.crash(driver.peers(), &failure));
+            the_loop.run(Vec::new())
         }));
-        if told.is_err() {
+        if !matches!(told, Ok(Ok(()))) {
             log::error!("penstock: the engine's thread has panicked again: the other ranks see only that it is gone");
         }
     }
     shared.close(&failure);
+    let (driver, runtime) = Arc::into_inner(the_loop).expect("the other threads have ended").into_parts();
     drop(driver);
     runtime.end(&failure);
 }
 
-fn panic_text(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no reason was given")
-}
-
+/// More threads than this wait for each other most of the time.
+pub const MAX_IO_THREADS: usize = 16;
 /// How long the end of an engine waits until the flight record is written.
 const RECORD_WITHIN: Duration = Duration::from_secs(5);
 
@@ -278,13 +298,13 @@ mod tests {
     use penstock_stream::fingerprint::{Fingerprint, Name};
     use penstock_types::{DType, GroupId, Priority, ReduceOp};
 
-    /// A panic of the engine's thread, on its own or while it handles a frame, is an error of kind bug for everything that is
+    /// A panic of one of the engine's threads, on its own or while it handles a frame, is an error of kind bug for everything that is
     /// open and for everything that comes later, at once; the other rank is told the reason. Both ways to the other rank.
     #[test]
     fn a_panic_fails_everything() {
-        for shared_memory in [false, true] {
+        for (shared_memory, io_threads) in [(false, 1), (true, 1), (false, 3), (true, 3)] {
             for at_next_frame in [false, true] {
-                let (engines, groups) = pair(shared_memory);
+                let (engines, groups) = some(2, shared_memory, io_threads);
                 let mut buffers = [[0u32; 4]; 2];
                 let open: Vec<Ticket> =
                     (0..2).map(|rank| receive(&groups[rank], 1 - rank as u32, 7, &mut buffers[rank])).collect();
@@ -408,7 +428,7 @@ mod tests {
     /// sent more in a single group.
     #[test]
     fn a_flood_ends_a_group_of_its_sender() {
-        let (engines, mut groups) = some(3, false);
+        let (engines, mut groups) = some(3, false, 1);
         for id in 2..=4 {
             groups.extend(joined(&engines, id));
         }
@@ -470,13 +490,14 @@ mod tests {
     }
 
     fn pair(shared_memory: bool) -> (Vec<Engine>, Vec<Group>) {
-        some(2, shared_memory)
+        some(2, shared_memory, 1)
     }
 
     /// So many engines, and a group of them all.
-    fn some(count: u32, shared_memory: bool) -> (Vec<Engine>, Vec<Group>) {
+    fn some(count: u32, shared_memory: bool, io_threads: usize) -> (Vec<Engine>, Vec<Group>) {
         let config = |rank| Config {
             rank,
+            io_threads,
             host: "test".into(),
             generation: Generation(0),
             addresses: vec!["127.0.0.1".parse().expect("an address")],

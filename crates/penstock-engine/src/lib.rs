@@ -27,7 +27,7 @@ mod ticket;
 mod virtual_time;
 
 pub use aggregated::{ClientSpec, ClientStats, NodeSpec, ServerSpec, ServerStats, Sockets, Wire};
-pub use engine::{Config, Engine};
+pub use engine::{Config, Engine, MAX_IO_THREADS};
 pub use group::Group;
 pub use handle::check_fork;
 pub use penstock_core::unbound::ANY_SOURCE;

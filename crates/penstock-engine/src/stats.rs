@@ -1,5 +1,6 @@
 //! The engine's counters.
 
+use penstock_net::ThreadCounts;
 use penstock_stream::StreamStats;
 
 /// A snapshot of the engine.
@@ -11,6 +12,8 @@ pub struct Stats {
     pub finished_operations: u64,
     /// Memory of the engine besides the users' tensors: staged frames, early messages, scratch, socket buffers.
     pub memory_bytes: u64,
+    /// Its I/O threads, `penstock` and `penstock-1` and so on.
+    pub threads: Vec<ThreadCounts>,
     /// Groups that this process is in.
     pub groups: Vec<GroupStats>,
     /// Processes with which it communicates.

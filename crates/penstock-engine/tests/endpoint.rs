@@ -253,6 +253,7 @@ fn engine(rank: u32, memory: bool) -> Engine {
         addresses: vec!["127.0.0.1".parse().expect("an address")],
         ports: 0..=0,
         streams: 2,
+        io_threads: 1,
         streams_within_host: 2,
         shared_memory: memory,
         ptracer: Ptracer::default(),

@@ -571,6 +571,7 @@ impl Ranks {
             addresses: vec!["127.0.0.1".parse().unwrap()],
             ports: 0..=0,
             streams: 3,
+            io_threads: 1,
             streams_within_host: 3,
             shared_memory: memory,
             checksum: false,

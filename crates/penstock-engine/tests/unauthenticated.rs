@@ -532,6 +532,7 @@ fn engine() -> Engine {
         addresses: vec!["127.0.0.1".parse().unwrap()],
         ports: 0..=0,
         streams: 1,
+        io_threads: 1,
         streams_within_host: 1,
         shared_memory: true,
         checksum: false,

@@ -1,19 +1,28 @@
 //! What the event loop asks and tells ([`Handler`]), and what it can be asked for ([`Peers`]).
 
+use crate::claims::{Claims, Source};
 use crate::contact::Contact;
 use crate::fds::Fd;
 use penstock_stream::handshake::Hello;
-use penstock_stream::peer::{Counts, Event, Landing, Peer, PeerConfig, StreamId, Urgency};
+use penstock_stream::peer::{Counts, Event, Landing, Outbound, Peer, PeerConfig, StreamId, Urgency};
 use penstock_stream::{FrameError, Header, MessageKey};
 use penstock_types::{Generation, GroupId, PeerId, Scope, Time};
 use std::collections::VecDeque;
 
-/// Where `len` bytes at `offset` of an outgoing message to a peer lie, as [`Handler::source`] said it until the group failed.
-/// It keeps that memory alive.
-pub type Source = Box<dyn Fn(PeerId, &MessageKey, u64, usize) -> Option<*const u8> + Send>;
+/// What is done with the payload of a frame, on the thread that has read it.
+pub type Use = Box<dyn FnOnce(&[u8]) + Send>;
 
-/// What the event loop asks and tells. All calls come from the loop's thread.
+/// What is done without the lock.
+pub trait Job {
+    /// Does it, once.
+    fn run(&mut self);
+}
+
+/// What the event loop asks and tells. Its threads call by turns, under the loop's lock.
 pub trait Handler {
+    /// A piece of what takes long.
+    type Task: Job;
+
     /// A header has come on a stream of a peer. Says where its payload goes. A place must stay valid until the frame is handled or
     /// its group or channel is dropped ([`Peers::drop_all`]).
     ///
@@ -26,8 +35,18 @@ pub trait Handler {
         stream: StreamId,
         header: &Header,
     ) -> Result<Landing<*mut u8>, FrameError>;
-    /// A frame is whole. `payload`: its bytes, or none where they were discarded. `placed`: they lie where [`Handler::header`] said.
-    /// Returns the stream that is still reading another copy of it: the rest of that must be discarded.
+    /// A data frame is whole in a buffer of the loop's. If its payload can be used without the lock: how, and the stream that is still
+    /// reading another copy of it, the rest of which must be discarded. [`Handler::frame`] follows with `placed`; until then the frame's
+    /// place stays valid as in [`Handler::header`].
+    fn claim(
+        &mut self,
+        peers: &mut Peers,
+        peer: PeerId,
+        stream: StreamId,
+        header: &Header,
+    ) -> Option<(Use, Option<StreamId>)>;
+    /// A frame is whole. `payload`: its bytes, or none where they were discarded or used. `placed`: they were checked, and lie where
+    /// [`Handler::header`] said, or were used as [`Handler::claim`] said. Returns the stream that is still reading another copy of it: the rest of that must be discarded.
     ///
     /// # Errors
     /// A payload that was damaged, or a frame that the peer may not send; the stream cannot go on.
@@ -70,8 +89,11 @@ pub trait Handler {
     fn admit(&self, hello: &Hello) -> Admission;
     /// Whether [`Handler::work`] has something to do.
     fn has_work(&self) -> bool;
-    /// Does one piece of what takes long and can wait until all frames that are ready have left: a millisecond at most.
-    fn work(&mut self, peers: &mut Peers);
+    /// Begins one piece of what takes long and can wait until all frames that are ready have left: a millisecond at most. A task is
+    /// done without the lock, in the memory of the operation that the key names, and [`Handler::worked`] follows.
+    fn work(&mut self, peers: &mut Peers) -> Option<(MessageKey, Self::Task)>;
+    /// A task is done.
+    fn worked(&mut self, peers: &mut Peers, task: Self::Task);
     /// Whether a join of this job waits for peers to be connected.
     fn awaits(&self, job: GroupId) -> bool;
     /// Whether the loop should say good-bye and end.
@@ -111,8 +133,23 @@ pub struct Peers {
     /// Why the last attempt to connect to each peer failed.
     pub(crate) troubles: Vec<Option<String>>,
     pub(crate) orders: VecDeque<Order>,
+    pub(crate) claims: Claims,
+    pub(crate) counts: Vec<ThreadCounts>,
     pub(crate) now: Time,
     pub(crate) buffer_bytes: usize,
+}
+
+/// What a thread of the loop has done.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ThreadCounts {
+    /// Bytes read from streams.
+    pub read_bytes: u64,
+    /// Bytes written to streams.
+    pub written_bytes: u64,
+    /// How long it has had the lock. Not counted where it is the only thread.
+    pub locked_ns: u64,
+    /// How long it has waited for the lock.
+    pub waited_ns: u64,
 }
 
 pub(crate) enum Order {
@@ -146,6 +183,11 @@ impl Peers {
             self.dirty.push(peer);
         }
         &mut self.machines[peer as usize]
+    }
+
+    /// The next frame of a peer for a stream. Who asks goes on until there is none, so the peer is not asked again for this.
+    pub(crate) fn poll_frame(&mut self, peer: PeerId, stream: StreamId, now: Time) -> Option<Outbound> {
+        self.machines[peer as usize].poll_frame(stream, now)
     }
 
     /// The peers that may have something to send, the most urgent last.
@@ -194,9 +236,20 @@ impl Peers {
         self.orders.push_back(Order::Drop(scope, source));
     }
 
+    /// Runs `act` when no thread touches the memory of an operation any more, which has ended and is named by one of its messages.
+    pub fn when_untouched(&mut self, op: &MessageKey, act: impl FnOnce() + Send + 'static) {
+        self.claims.when_untouched(op, act);
+    }
+
     /// Runs `act` after the groups and channels dropped so far have been let go of: no buffer of theirs is touched any more.
     pub fn after_drop(&mut self, act: Box<dyn FnOnce() + Send>) {
         self.orders.push_back(Order::Then(act));
+    }
+
+    /// What each thread of the loop has done.
+    #[must_use]
+    pub fn threads(&self) -> &[ThreadCounts] {
+        &self.counts
     }
 
     /// Bytes of the loop's own that hold payloads.

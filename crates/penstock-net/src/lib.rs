@@ -1,6 +1,6 @@
 //! Moves frames: sockets, datagrams, and the memory of processes on the same host.
 //!
-//! [`Driver`] is one thread's event loop over `epoll`: it turns what [`penstock_stream::peer::Peer`] wants into
+//! [`Loop`] is an event loop over `epoll` on one thread or several: it turns what [`penstock_stream::peer::Peer`] wants into
 //! system calls and asks a [`Handler`] (the engine) where payloads lie. It decides nothing: which frame goes where is
 //! the protocol's affair, what a payload means is the engine's.
 //!
@@ -8,6 +8,7 @@
 //! in the order in which one thread sees them; an asynchronous runtime would put a task switch and a copy between.
 
 pub mod arbiter;
+mod claims;
 mod close_reason;
 pub mod contact;
 pub mod datagrams;
@@ -24,7 +25,8 @@ mod socket;
 pub mod system;
 pub mod waker;
 
+pub use claims::Source;
 pub use contact::{Contact, Process};
-pub use driver::{Driver, Listen, Run, Settings, Wake};
-pub use handler::{Admission, Handler, Peers, Source};
+pub use driver::{Driver, Listen, Loop, Run, Settings, Wake};
+pub use handler::{Admission, Handler, Job, Peers, ThreadCounts, Use};
 pub use ptrace::Ptracer;

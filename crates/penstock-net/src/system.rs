@@ -19,23 +19,26 @@ use std::net::SocketAddr;
 use std::time::Instant;
 
 /// A host of a played network, as the event loop on it sees it. All of it belongs to one process.
-pub trait Host: Send {
+pub trait Host: Send + Sync {
     /// The time.
     fn now(&self) -> Time;
-    /// The tokens of connections that are ready, each with whether it can be written to; 0 stands for the listener. If there
+    /// The tokens of connections that are ready and that a thread watches, each with whether it can be written to; 0 stands for the listener. If there
     /// are none and `timeout` is not 0, the loop sleeps: its next turn is due after so many nanoseconds, or when something is
     /// ready.
-    fn wait(&self, timeout: u64) -> Vec<(u64, bool)>;
+    fn wait(&self, thread: usize, timeout: u64) -> Vec<(u64, bool)>;
     /// Begins to connect. The end is ready, for writing too, when the attempt is over: [`Connection::error`] says how it went.
     fn connect(&self, to: SocketAddr) -> Box<dyn Connection>;
+    /// A thread of the loop is about to do, or has just done, what it does without the lock: others may go on now. `must`: it waits
+    /// for one of them.
+    fn interleave(&self, must: bool);
     /// The next connection that somebody else has made, and from where.
     fn accept(&self) -> Option<(Box<dyn Connection>, SocketAddr)>;
 }
 
 /// One end of a played connection. Dropping it closes it.
-pub trait Connection: Send {
-    /// From now on [`Host::wait`] tells under this token when bytes have arrived, and with `write` also when there is room.
-    fn watch(&self, token: u64, write: bool);
+pub trait Connection: Send + Sync {
+    /// From now on [`Host::wait`] tells this thread under this token when bytes have arrived, and with `write` also when there is room.
+    fn watch(&self, thread: usize, token: u64, write: bool);
     /// Why connecting has failed, if it has.
     fn error(&self) -> Option<Trouble>;
     /// Takes bytes that have arrived. `Ok(0)`: the other end writes no more.
@@ -65,7 +68,11 @@ pub enum Trouble {
 
 /// The clock, and the sockets that the loop waits for.
 pub(crate) enum System {
-    Kernel { epoll: Fd, epoch: Instant },
+    /// Each thread of the loop has its own descriptor of `epoll`.
+    Kernel {
+        epolls: Vec<Fd>,
+        epoch: Instant,
+    },
     Played(Box<dyn Host>),
 }
 
@@ -76,9 +83,10 @@ pub(crate) enum Wire {
 }
 
 impl System {
-    pub(crate) fn kernel() -> Result<System, String> {
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|e| format!("epoll_create failed: {e}"))?;
-        Ok(System::Kernel { epoll: Fd::new(epoll), epoch: Instant::now() })
+    pub(crate) fn kernel(threads: usize) -> Result<System, String> {
+        let create = |_| epoll::create(epoll::CreateFlags::CLOEXEC).map(Fd::new);
+        let epolls: Result<Vec<Fd>, Errno> = (0..threads).map(create).collect();
+        Ok(System::Kernel { epolls: epolls.map_err(|e| format!("epoll_create failed: {e}"))?, epoch: Instant::now() })
     }
 
     pub(crate) fn now(&self) -> Time {
@@ -88,51 +96,88 @@ impl System {
         }
     }
 
-    /// Watches a listener, or the descriptor that wakes the loop.
-    pub(crate) fn add(&self, fd: impl AsFd, token: u64) -> Result<(), Errno> {
-        let System::Kernel { epoll, .. } = self else { return Ok(()) };
-        epoll::add(epoll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN)
+    /// Watches a listener, or the descriptor that wakes a thread of the loop.
+    pub(crate) fn add(&self, thread: usize, fd: impl AsFd, token: u64) -> Result<(), Errno> {
+        let System::Kernel { epolls, .. } = self else { return Ok(()) };
+        epoll::add(&epolls[thread], fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN)
     }
 
     /// Goes on to watch a listener, or rests.
     pub(crate) fn modify(&self, fd: impl AsFd, token: u64, flags: epoll::EventFlags) -> Result<(), Errno> {
-        let System::Kernel { epoll, .. } = self else { return Ok(()) };
-        epoll::modify(epoll, fd, epoll::EventData::new_u64(token), flags)
+        let System::Kernel { epolls, .. } = self else { return Ok(()) };
+        epoll::modify(&epolls[0], fd, epoll::EventData::new_u64(token), flags)
     }
 
-    pub(crate) fn watch(&self, wire: &Wire, token: u64, flags: epoll::EventFlags, is_new: bool) -> Result<(), Errno> {
+    /// Has a thread watch a connection.
+    pub(crate) fn watch(
+        &self,
+        thread: usize,
+        wire: &Wire,
+        token: u64,
+        flags: epoll::EventFlags,
+        is_new: bool,
+    ) -> Result<(), Errno> {
         match (self, wire) {
-            (System::Kernel { epoll, .. }, Wire::Kernel(fd)) if is_new => {
-                epoll::add(epoll, fd, epoll::EventData::new_u64(token), flags)
+            (System::Kernel { epolls, .. }, Wire::Kernel(fd)) if is_new => {
+                epoll::add(&epolls[thread], fd, epoll::EventData::new_u64(token), flags)
             }
-            (System::Kernel { epoll, .. }, Wire::Kernel(fd)) => {
-                epoll::modify(epoll, fd, epoll::EventData::new_u64(token), flags)
+            (System::Kernel { epolls, .. }, Wire::Kernel(fd)) => {
+                epoll::modify(&epolls[thread], fd, epoll::EventData::new_u64(token), flags)
             }
             (_, Wire::Played(connection)) => {
-                connection.watch(token, flags.contains(epoll::EventFlags::OUT));
+                connection.watch(thread, token, flags.contains(epoll::EventFlags::OUT));
                 Ok(())
             }
             (System::Played(_), Wire::Kernel(_)) => unreachable!("a played host has played connections"),
         }
     }
 
+    /// Has a thread watch a connection no more.
+    pub(crate) fn forget(&self, thread: usize, wire: &Wire) -> Result<(), Errno> {
+        match (self, wire) {
+            (System::Kernel { epolls, .. }, Wire::Kernel(fd)) => epoll::delete(&epolls[thread], fd),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether something is ready that a thread watches and has not been told.
+    pub(crate) fn is_ready(&self, thread: usize) -> bool {
+        let System::Kernel { epolls, .. } = self else { return false };
+        let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }];
+        let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+        epoll::wait(&epolls[thread], &mut events[..], Some(&now)).is_ok_and(|count| count > 0)
+    }
+
+    /// Whether all of it is played, the threads too.
+    pub(crate) fn is_played(&self) -> bool {
+        matches!(self, System::Played(_))
+    }
+
+    /// The lock is free: where threads are played, another one may go on, or (`must`) does.
+    pub(crate) fn interleave(&self, must: bool) {
+        if let System::Played(host) = self {
+            host.interleave(must);
+        }
+    }
+
     /// Waits for at most `nanos`, or for events, of which `events` has room for `room`. `listener` is the token of the first.
     pub(crate) fn wait(
         &self,
+        thread: usize,
         events: &mut Vec<epoll::Event>,
         room: usize,
         nanos: u64,
         listener: u64,
     ) -> Result<(), Errno> {
         match self {
-            System::Kernel { epoll, .. } => {
+            System::Kernel { epolls, .. } => {
                 let timeout =
                     rustix::time::Timespec { tv_sec: (nanos / SECOND) as i64, tv_nsec: (nanos % SECOND) as i64 };
                 events.reserve(room);
-                epoll::wait(epoll, rustix::buffer::spare_capacity(events), Some(&timeout)).map(drop)
+                epoll::wait(&epolls[thread], rustix::buffer::spare_capacity(events), Some(&timeout)).map(drop)
             }
             System::Played(host) => {
-                events.extend(host.wait(nanos).into_iter().map(|(token, write)| {
+                events.extend(host.wait(thread, nanos).into_iter().map(|(token, write)| {
                     let flags = if write { epoll::EventFlags::OUT } else { epoll::EventFlags::empty() };
                     let token = if token == 0 { listener } else { token };
                     epoll::Event { flags: flags | epoll::EventFlags::IN, data: epoll::EventData::new_u64(token) }

@@ -11,7 +11,7 @@ use pyo3::types::PyDict;
 use std::os::fd::FromRawFd;
 use std::time::Duration;
 
-/// A process's engine: a thread, its listeners and its streams.
+/// A process's engine: its threads, listeners and streams.
 #[pyclass(frozen, module = "penstock._core")]
 pub(crate) struct Engine(pub(crate) penstock_engine::Engine);
 
@@ -19,8 +19,8 @@ pub(crate) struct Engine(pub(crate) penstock_engine::Engine);
 impl Engine {
     #[new]
     #[pyo3(signature = (
-        *, rank, host, generation, addresses, ports, streams, streams_within_host, shared_memory, checksum, dead_after_s,
-        socket_buffer_bytes, flight_recorder, ptracer="launcher"
+        *, rank, host, generation, addresses, ports, io_threads, streams, streams_within_host, shared_memory, checksum,
+        dead_after_s, socket_buffer_bytes, flight_recorder, ptracer="launcher"
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -30,6 +30,7 @@ impl Engine {
         generation: u32,
         addresses: Vec<String>,
         ports: (u16, u16),
+        io_threads: usize,
         streams: u16,
         streams_within_host: u16,
         shared_memory: bool,
@@ -49,6 +50,7 @@ impl Engine {
             generation: Generation(generation),
             addresses,
             ports: ports.0..=ports.1,
+            io_threads,
             streams,
             streams_within_host,
             shared_memory,
@@ -121,6 +123,16 @@ impl Engine {
         held.set_item("descriptors", stats.held.descriptors)?;
         held.set_item("callback_threads", callbacks::threads())?;
         out.set_item("held", held)?;
+        let mut threads = Vec::new();
+        for thread in stats.threads {
+            let entry = PyDict::new(py);
+            entry.set_item("read_bytes", thread.read_bytes)?;
+            entry.set_item("written_bytes", thread.written_bytes)?;
+            entry.set_item("locked_s", thread.locked_ns as f64 / 1e9)?;
+            entry.set_item("waited_s", thread.waited_ns as f64 / 1e9)?;
+            threads.push(entry);
+        }
+        out.set_item("threads", threads)?;
         let mut groups = Vec::new();
         for group in stats.groups {
             let entry = PyDict::new(py);

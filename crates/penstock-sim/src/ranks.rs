@@ -10,10 +10,10 @@ use crate::network::{Event, LinkId, Loss, Network, NoPath, NodeId, Topology};
 use penstock_core::groups::{Beginning, Call, Failed, Groups, Host, Issue, Join};
 use penstock_core::operation::{Instance, Place, Verdict};
 use penstock_plan::{Algorithm, Thresholds};
-use penstock_stream::FrameError;
 use penstock_stream::frame::{Header, Kind, Reference};
 use penstock_stream::handshake::NodeKey;
 use penstock_stream::peer::{self, Payload, Peer, PeerConfig};
+use penstock_stream::{FrameError, MessageKey};
 use penstock_types::{Failure, Generation, GroupId, PeerId, Scope, Time};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -408,6 +408,7 @@ impl Host for Phantoms {
     /// The length of a message.
     type Kept = u64;
     type Copied = u64;
+    type Task = ();
 
     fn now(&self) -> Time {
         self.now
@@ -461,10 +462,8 @@ impl Host for Phantoms {
     }
     fn take_kept(&mut self, _: &mut usize, _: Verdict, _: u64) {}
     fn compute(&mut self, _: &mut usize, _: Instance) {}
-    fn work(&mut self, _: &mut usize, _: Instance) -> Result<Vec<(u32, bool)>, (u32, String)> {
-        Ok(Vec::new())
-    }
-    fn done(&mut self, call: usize) {
+    fn work(&mut self, _: &mut usize, _: Instance) {}
+    fn done(&mut self, _: &MessageKey, call: usize) {
         if call != JOIN {
             self.ends.push(End { call, at: self.now, result: Ok(()) });
         }

@@ -37,7 +37,7 @@ mod urgency;
 pub use self::operation::{Arrival, Landing, OpStatus};
 pub use self::outgoing::{Body, Copied, Outgoing};
 pub use self::pull::{Outbound, Payload, seal};
-pub use self::receive::{Finish, verify};
+pub use self::receive::{Finish, LOST_STREAM, verify};
 pub use self::urgency::Urgency;
 pub use crate::frame::{Counts, Farewell};
 

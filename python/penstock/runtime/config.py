@@ -49,6 +49,7 @@ class Settings:
     interface: str
     port_range: tuple[int, int]
     streams: int
+    io_threads: int
     shm: bool
     ptracer: str
     algorithm: str | None
@@ -165,6 +166,12 @@ def _streams(text: str) -> int:
     return int(text)
 
 
+def _threads(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 16:
+        raise ValueError("must be a number from 1 to 16")
+    return int(text)
+
+
 def _ports(text: str) -> tuple[int, int]:
     low, _, high = text.partition("-")
     if not low.isdigit() or not (high or low).isdigit():
@@ -256,6 +263,13 @@ SETTINGS = (
         "TCP streams to each peer. More of them add up where the network caps a flow and find more of its paths; each "
         "takes up to 272 KiB of memory. Not set: 16 between hosts, 1 to a peer at an address of this host. Measured: "
         "docs/benchmarks/.",
+    ),
+    Setting(
+        "PENSTOCK_IO_THREADS",
+        "1",
+        _threads,
+        "threads of each rank that read, reduce and write (docs/design/threads.md). More of them help where one is at 100 % of a "
+        "core and cores are free, over several streams or to several peers; ranks may have different numbers.",
     ),
     Setting(
         "PENSTOCK_SHM",

@@ -101,6 +101,7 @@ class Engine:
             generation=self.generation,
             addresses=list(dict.fromkeys(address for _, address in self.interfaces)),
             ports=settings.port_range,
+            io_threads=settings.io_threads,
             streams=settings.streams,
             streams_within_host=config.streams_within_host(settings),
             shared_memory=settings.shm,

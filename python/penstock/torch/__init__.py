@@ -56,10 +56,11 @@ def register() -> None:
 def stats() -> dict[str, Any]:
     """Counters of this process's engine: operations, memory, groups, and for every peer its streams.
 
-    Returns: a dict with ``finished_operations``, ``memory_bytes`` (of the engine, beyond tensors), ``held``, ``groups`` and
-        ``peers``; each peer has ``rank``, ``host``, ``address``, ``medium`` ("tcp", "memory" or "local socket") and
-        ``streams`` with bytes, frames, rates and round trips. ``held`` counts what the process holds at present; a count that
-        grows with every group or operation is a leak:
+    Returns: a dict with ``finished_operations``, ``memory_bytes`` (of the engine, beyond tensors), ``held``, ``threads``,
+        ``groups`` and ``peers``; each of ``threads`` has the bytes that it has read and written, and with several how long it has
+        had their lock, and waited for it; each peer has ``rank``, ``host``, ``address``, ``medium`` ("tcp", "memory" or
+        "local socket") and ``streams`` with bytes, frames, rates and round trips. ``held`` counts what the process holds at
+        present; a count that grows with every group or operation is a leak:
 
         - ``memberships``, ``groups``: groups that this process has joined and not left, as Python and as the engine counts them.
         - ``operations``: those that have not ended. ``callback_threads``: threads that complete futures.

@@ -23,6 +23,8 @@ pub trait Host {
     type Kept;
     /// What the host makes of bytes that are sent at once: a copy, or in a simulation only their length.
     type Copied: Copied;
+    /// A piece of what takes long, which is done without the core.
+    type Task;
 
     /// The time.
     fn now(&self) -> Time;
@@ -64,15 +66,12 @@ pub trait Host {
     fn take_kept(&mut self, body: &mut Self::Body, verdict: Verdict, kept: Self::Kept);
     /// Does what [`crate::operation::Effect::Compute`] asks for.
     fn compute(&mut self, body: &mut Self::Body, instance: Instance);
-    /// Does one piece of what takes long. Returns the operands that were read from other processes' memory, and whether what was
-    /// read is certain.
-    ///
-    /// # Errors
-    /// The operand that cannot be read, and why.
-    fn work(&mut self, body: &mut Self::Body, instance: Instance) -> Result<Vec<(u32, bool)>, (u32, String)>;
+    /// Makes ready what an instance does that takes long, with what is kept for it.
+    fn work(&mut self, body: &mut Self::Body, instance: Instance) -> Self::Task;
 
-    /// An operation has ended well.
-    fn done(&mut self, body: Self::Body);
+    /// An operation has ended well; `key` is of one of its messages. Its memory is still touched by what was claimed before: the host
+    /// tells nobody before that has ended.
+    fn done(&mut self, key: &MessageKey, body: Self::Body);
     /// A call is refused: the group goes on without it, or there is none.
     fn refused(&mut self, body: Self::Body, failure: Failure);
     /// A join has ended well.

@@ -27,6 +27,7 @@ pub use directory::Admission;
 pub use group::{Call, Group};
 pub use host::{Beginning, Failed, Host, Issue, Sources};
 pub use join::Join;
+pub use progress::Work;
 
 use crate::early::Early;
 use crate::name::OpId;

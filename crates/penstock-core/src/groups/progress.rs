@@ -6,9 +6,9 @@ use super::host::Host;
 use super::{Common, Groups};
 use crate::early::Content;
 use crate::name::{OpId, Sequence};
-use crate::operation::{Effect, Incoming, Misfit, Place};
+use crate::operation::{Effect, Incoming, Instance, Misfit, Place, Verdict};
 use penstock_plan::Topology;
-use penstock_stream::frame::{Channel, Kind};
+use penstock_stream::frame::{Channel, FLAG_PAYLOAD_SUM, Kind};
 use penstock_stream::peer::{Arrival, Body, FLAG_EAGER, Finish, Landing, OpStatus, Outgoing, StreamId};
 use penstock_stream::{FrameError, Header, MessageKey};
 use penstock_types::{ChannelId, PeerId};
@@ -41,9 +41,31 @@ impl<B, K> Groups<B, K> {
         }
     }
 
+    /// A data frame is whole in a buffer of its reader's. If its bytes can be used without the core (it can take long), their range is
+    /// claimed: the body and what to do there, and the stream that must discard what it reads of another copy. [`Groups::frame`] follows
+    /// with `placed`. Until then the caller keeps the operation's memory, and gives no other copy of the frame to that.
+    pub fn claim<H: Host<Body = B, Kept = K>>(
+        &self,
+        host: &mut H,
+        (peer, stream): (PeerId, StreamId),
+        header: &Header,
+    ) -> Option<(&B, Verdict, Option<StreamId>)> {
+        let Header { key, offset, length, total, .. } = *header;
+        let group = self.groups.get(&key.group)?;
+        let Named::Active(from, op, active) = group.look_up(peer, &key) else { return None };
+        if matches!(op.sequence, Sequence::Sends { .. })
+            || active.fingerprint(group.members.rank(), from) != header.fingerprint
+        {
+            return None;
+        }
+        let verdict = active.operation.claim(from, key.message, offset, u64::from(length), total)?;
+        let revoke = host.machine(peer).claim(stream, header)?;
+        Some((&active.body, verdict, revoke))
+    }
+
     /// A frame is whole. If it is new it is used, and the host, which has its payload at hand, does what follows from that. `payload`:
-    /// its bytes for the peer's machine; none of a data frame that is discarded, or that is a phantom. `placed`: they lie where
-    /// [`Groups::header`] said.
+    /// its bytes for the peer's machine; none of a data frame that is discarded, or that is a phantom. `placed`: they were checked, and
+    /// lie where [`Groups::header`] said, or were used as [`Groups::claim`] said.
     ///
     /// # Errors
     /// A payload that was damaged, or a frame that the peer may not send; the stream cannot go on.
@@ -63,7 +85,11 @@ impl<B, K> Groups<B, K> {
             }
             None => (self.common.unjoined.status(peer, header.key.group), None),
         };
-        let finish = host.machine(peer).handle_frame(stream, header, payload, status)?;
+        let mut checked = *header;
+        if placed {
+            checked.flags &= !FLAG_PAYLOAD_SUM;
+        }
+        let finish = host.machine(peer).handle_frame(stream, &checked, payload, status)?;
         if !finish.apply || !matches!(header.kind, Kind::Data | Kind::Reference | Kind::Announce) {
             return Ok(finish);
         }
@@ -112,12 +138,13 @@ impl<B, K> Groups<B, K> {
         Ok(())
     }
 
-    /// Does one piece of what takes long.
-    pub fn work<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H) {
-        let Some(turn) = self.common.work.pop_first() else { return };
+    /// Begins one piece of what takes long: what the host made of it is done without the core, and [`Groups::worked`] follows. Until
+    /// then the caller keeps the operation's memory. `None` if that was all, for now.
+    pub fn work<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H) -> Option<(Work, H::Task)> {
+        let turn = self.common.work.pop_first()?;
         let (_, _, id, op) = turn;
-        let Some(group) = self.groups.get_mut(&id) else { return };
-        let Some(active) = group.ops.get_mut(&op) else { return };
+        let group = self.groups.get_mut(&id)?;
+        let active = group.ops.get_mut(&op)?;
         if !active.is_ready {
             active.is_ready = host.prepare(&mut active.body);
             if active.is_ready {
@@ -125,24 +152,46 @@ impl<B, K> Groups<B, K> {
             } else {
                 self.common.work.insert(turn);
             }
-            return;
+            return None;
         }
-        let mut result = Ok(());
-        // It is queued again if there is more to do.
-        group.drive(&mut self.common, host, op, |active, host, effects| {
-            let Some(instance) = active.operation.next_work() else { return };
-            match host.work(&mut active.body, instance) {
-                Ok(read) => active.operation.worked(instance, read, effects),
-                Err((operand, error)) => {
-                    let (from, _) = active.operation.sender(instance, operand);
-                    result = Err((from, Misfit::Unreadable(error)));
-                }
+        let instance = active.operation.next_work()?;
+        if active.operation.has_work() {
+            self.common.work.insert(turn);
+        }
+        let task = host.work(&mut active.body, instance);
+        Some((Work { key: op.key(id, group.members.rank(), 0), op, instance }, task))
+    }
+
+    /// A piece of what takes long is done: the operands that were read from other processes' memory, and whether what was read is
+    /// certain; or the operand that cannot be read, and why.
+    pub fn worked<H: Host<Body = B, Kept = K>>(
+        &mut self,
+        host: &mut H,
+        work: Work,
+        result: Result<Vec<(u32, bool)>, (u32, String)>,
+    ) {
+        let Work { key, op, instance } = work;
+        let Some(group) = self.groups.get_mut(&key.group) else { return };
+        match result {
+            Ok(read) => group.drive(&mut self.common, host, op, |active, _, effects| {
+                active.operation.worked(instance, read, effects);
+            }),
+            Err((operand, error)) => {
+                let Some(active) = group.ops.get(&op) else { return };
+                let (from, _) = active.operation.sender(instance, operand);
+                group.misfit(&mut self.common, host, from, Misfit::Unreadable(error));
             }
-        });
-        if let Err((from, misfit)) = result {
-            group.misfit(&mut self.common, host, from, misfit);
         }
     }
+}
+
+/// A piece of what takes long, of an operation.
+#[derive(Debug)]
+pub struct Work {
+    /// Of one of the operation's messages.
+    pub key: MessageKey,
+    op: OpId,
+    instance: Instance,
 }
 
 impl<B> Group<B> {
@@ -275,10 +324,10 @@ impl<B> Group<B> {
             let keys = host.gathered(&active.body);
             let first = |key| keys.iter().position(|other| other == key).expect("it is one of them") as u32;
             self.topology = Topology::new(&keys.iter().map(first).collect::<Vec<u32>>());
-            host.done(active.body);
+            host.done(&op.key(self.id, self.members.rank(), 0), active.body);
             host.joined(self.id);
         } else {
-            host.done(active.body);
+            host.done(&op.key(self.id, self.members.rank(), 0), active.body);
         }
         if !self.endings.is_empty() {
             self.end_what_is_over(common, host);

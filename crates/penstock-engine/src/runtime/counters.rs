@@ -41,6 +41,7 @@ impl Runtime {
             held: self.held(peers),
             finished_operations: self.groups.finished(),
             memory_bytes: (held + operations + copied + peers.buffer_bytes()) as u64,
+            threads: peers.threads().to_vec(),
             groups: self
                 .groups
                 .iter()

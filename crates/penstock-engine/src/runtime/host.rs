@@ -1,16 +1,16 @@
 //! Carries out what the core decides: in the memory of operations, and through the machines of peers.
 
 use super::local::Local;
-use crate::buffers::{Buffers, Kept, Memory};
+use crate::buffers::{Buffers, Computation, Kept, Memory};
 use crate::recorder::{Entry as Recorded, Record};
 use crate::scale::Scale;
 use crate::ticket::{Promise, Ticket};
 use penstock_core::groups::{Beginning, Failed, Host, Issue};
 use penstock_core::operation::{Instance, Place, Verdict};
-use penstock_net::Peers;
+use penstock_net::{Peers, Use};
 use penstock_stream::frame::{Kind, Reference};
 use penstock_stream::peer::Peer;
-use penstock_stream::{FrameError, Header};
+use penstock_stream::{FrameError, Header, MessageKey};
 use penstock_types::{Failure, FailureKind, GroupId, PeerId, Scope, Time};
 use std::any::Any;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ struct Gathered {
     all: Box<[u64]>,
 }
 
-// SAFETY: the pointers are the caller's buffers, which the body keeps alive; they are used by the engine's thread only.
+// SAFETY: the pointers are the caller's buffers, which the body keeps alive; they are used by the engine's threads only.
 unsafe impl Send for Body {}
 
 impl Body {
@@ -47,6 +47,11 @@ impl Body {
     /// Where bytes of a running operation lie.
     pub(super) fn address(&self, place: Place) -> *mut u8 {
         self.buffers.as_ref().expect("it has begun").address(place)
+    }
+
+    /// How a claimed frame's payload is used: see [`Buffers::claimed`].
+    pub(super) fn claimed(&self, verdict: Verdict) -> Use {
+        Box::new(self.buffers.as_ref().expect("it has begun").claimed(verdict))
     }
 
     fn buffers(&mut self) -> &mut Buffers {
@@ -72,6 +77,7 @@ impl Host for Hands<'_> {
     type Body = Body;
     type Kept = Kept;
     type Copied = Arc<[u8]>;
+    type Task = Computation;
 
     fn now(&self) -> Time {
         self.peers.now()
@@ -181,15 +187,18 @@ impl Host for Hands<'_> {
         debug_assert!(read.is_ok_and(|read| read.is_empty()), "what is kept as bytes needs no reading");
     }
 
-    fn work(&mut self, body: &mut Body, instance: Instance) -> Result<Vec<(u32, bool)>, (u32, String)> {
-        body.buffers().compute(instance).map_err(|(operand, error)| (operand, error.to_string()))
+    fn work(&mut self, body: &mut Body, instance: Instance) -> Computation {
+        body.buffers().computation(instance)
     }
 
-    fn done(&mut self, body: Body) {
+    fn done(&mut self, key: &MessageKey, body: Body) {
         if let Some(recorded) = body.recorded {
             self.local.recorder.ended(recorded, Instant::now(), true);
         }
-        body.ticket.complete(Ok(()));
+        self.peers.when_untouched(key, move || {
+            body.ticket.complete(Ok(()));
+            drop(body);
+        });
     }
 
     fn refused(&mut self, body: Body, failure: Failure) {

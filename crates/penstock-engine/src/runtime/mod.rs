@@ -1,4 +1,4 @@
-//! The engine's thread: what the event loop tells it goes to the core, and what the core decides is carried out.
+//! The engine's threads: what the event loop tells them goes to the core, and what the core decides is carried out.
 
 mod command;
 mod counters;
@@ -8,14 +8,14 @@ mod local;
 pub use command::{Call, GroupSpec};
 pub(crate) use command::{Command, Shared};
 
-use crate::buffers::Kept;
+use crate::buffers::{Computation, Kept};
 use crate::recorder::Recorder;
 use host::{Body, Hands};
 use local::Local;
 use penstock_core::groups::{self, Groups};
 use penstock_net::fds::Fd;
 use penstock_net::memory::MemoryEpoch;
-use penstock_net::{Admission, Handler, Peers};
+use penstock_net::{Admission, Handler, Job, Peers, Use};
 use penstock_plan::Thresholds;
 use penstock_stream::frame::Kind;
 use penstock_stream::handshake::{Hello, NodeKey};
@@ -24,7 +24,7 @@ use penstock_stream::{FrameError, Header, MessageKey};
 use penstock_types::{Failure, GroupId, PeerId, Time};
 use std::sync::Arc;
 
-/// Runs on the engine's thread.
+/// Runs on the engine's threads, by turns.
 pub(crate) struct Runtime {
     shared: Arc<Shared>,
     groups: Groups<Body, Kept>,
@@ -94,7 +94,22 @@ impl Runtime {
     }
 }
 
+/// A piece of what takes long.
+pub(crate) struct Task {
+    work: groups::Work,
+    computation: Computation,
+    result: Result<Vec<(u32, bool)>, (u32, String)>,
+}
+
+impl Job for Task {
+    fn run(&mut self) {
+        self.result = self.computation.run().map_err(|(operand, error)| (operand, error.to_string()));
+    }
+}
+
 impl Handler for Runtime {
+    type Task = Task;
+
     fn header(
         &mut self,
         peers: &mut Peers,
@@ -105,6 +120,19 @@ impl Handler for Runtime {
         self.act(peers, |groups, hands| {
             let landing = groups.header(hands, peer, stream, header)?;
             Ok(landing.map(|(body, place)| body.address(place)))
+        })
+    }
+
+    fn claim(
+        &mut self,
+        peers: &mut Peers,
+        peer: PeerId,
+        stream: StreamId,
+        header: &Header,
+    ) -> Option<(Use, Option<StreamId>)> {
+        self.act(peers, |groups, hands| {
+            let (body, verdict, revoke) = groups.claim(hands, (peer, stream), header)?;
+            Some((body.claimed(verdict), revoke))
         })
     }
 
@@ -195,8 +223,14 @@ impl Handler for Runtime {
         self.groups.has_work()
     }
 
-    fn work(&mut self, peers: &mut Peers) {
-        self.act(peers, |groups, hands| groups.work(hands));
+    fn work(&mut self, peers: &mut Peers) -> Option<(MessageKey, Task)> {
+        let (work, computation) = self.act(peers, |groups, hands| groups.work(hands))?;
+        Some((work.key, Task { work, computation, result: Ok(Vec::new()) }))
+    }
+
+    fn worked(&mut self, peers: &mut Peers, task: Task) {
+        let Task { work, result, .. } = task;
+        self.act(peers, |groups, hands| groups.worked(hands, work, result));
     }
 
     fn awaits(&self, job: GroupId) -> bool {

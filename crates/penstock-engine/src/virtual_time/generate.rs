@@ -23,6 +23,7 @@ pub(super) fn generate(seed: u64) -> Program {
     let mut program = Program {
         seed,
         ranks,
+        threads: chosen_threads().unwrap_or([1, 2, 1, 1, 1, 3][seed as usize % 6]),
         streams: [1, 1, 2, 3][rng.usize(..4)],
         checksum: rng.u8(..4) == 0,
         paths,
@@ -418,3 +419,8 @@ const OPS: [ReduceOp; 10] = [
 const EAGER: u64 = 32 * 1024;
 /// Decides which seeds have channels. The seeds in `FAILED` that found something before there were channels have none.
 const WITH_CHANNELS: u64 = 0x10e;
+
+/// What `PENSTOCK_VIRTUAL_THREADS` says for all programs.
+fn chosen_threads() -> Option<usize> {
+    std::env::var("PENSTOCK_VIRTUAL_THREADS").ok().map(|text| text.parse().expect("a number of threads"))
+}

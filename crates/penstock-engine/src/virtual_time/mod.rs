@@ -7,8 +7,10 @@ mod network;
 mod program;
 mod rank;
 mod shrink;
+mod threads;
 mod world;
 
+use fastrand::Rng;
 use generate::generate;
 use network::Paths;
 use penstock_plan::Algorithm;
@@ -233,6 +235,47 @@ fn a_rank_that_ends_repeats_acknowledgements_that_are_lost() {
     }
 }
 
+/// Threads stand still within their claims while streams stand still or are lost and come back, and while ranks die or leave: what ends
+/// well is right, and nobody has memory back that a claim touches. One thread at a time touches a range, a peer is gone when none has a
+/// stream of it, and no rank sends what another may refuse.
+#[test]
+fn threads_that_stand_still_within_claims() {
+    let chosen = std::env::var("PENSTOCK_VIRTUAL_SEEDS").ok().map(|text| seeds(&text));
+    for seed in chosen.unwrap_or(STANDING) {
+        let mut rng = Rng::with_seed(seed);
+        let delay_us = [50, 2_000, 20_000][rng.usize(..3)];
+        let issues = (0..3).map(Step::Issue).chain((0..3).map(Step::Wait));
+        let begins = [Step::Join(0), Step::Pause(SECOND)];
+        let steps: Vec<Step> = begins.into_iter().chain(issues).collect();
+        let leaves = vec![
+            begins[0],
+            begins[1],
+            Step::Issue(0),
+            Step::Issue(1),
+            Step::Pause(rng.u64(0..100 * MILLISECOND)),
+            Step::Leave(0),
+        ];
+        let fault = rng.u8(..4);
+        let ranks = if fault == 3 { vec![steps.clone(), steps, leaves] } else { vec![steps; 2] };
+        let what = [What::AllReduce, What::AllGather, What::ReduceScatter][rng.usize(..3)];
+        let mut program = scripted(what, rng.u64(20_000..100_000), delay_us, ranks);
+        (program.seed, program.threads, program.checksum) = (seed, 3, rng.bool());
+        program.streams = rng.u16(2..4);
+        let (ranks, which) = ([0, 1], rng.usize(..3));
+        let fault = match fault {
+            0 => Fault::Stall { ranks, which, time: rng.u64(MILLISECOND..300 * MILLISECOND) },
+            1 => Fault::Lose { ranks, which, skew: rng.u64(0..300 * MILLISECOND), times: 3 },
+            2 => Fault::Kill { rank: 1, death: [network::Death::Closes, network::Death::Resets][rng.usize(..2)] },
+            _ => Fault::Stop { rank: 0, time: 1 },
+        };
+        program.fault = Some((SECOND + rng.u64(0..100 * MILLISECOND), fault));
+        program.wrong = program.wrong.filter(|_| program.ranks == 3);
+        let found =
+            catch_unwind(|| world::run_at_rests(&program)).unwrap_or_else(|_| vec!["panic: see above".to_owned()]);
+        assert_eq!(found, Vec::<String>::new(), "{program}");
+    }
+}
+
 /// A program of one group, in which not all ranks make all calls; these are alike.
 fn scripted(what: What, elements: u64, delay_us: u64, steps: Vec<Vec<Step>>) -> Program {
     let (dtype, op, timeout) = (DType::F32, ReduceOp::Sum, 60 * SECOND);
@@ -241,6 +284,7 @@ fn scripted(what: What, elements: u64, delay_us: u64, steps: Vec<Vec<Step>>) -> 
     Program {
         seed: elements,
         ranks,
+        threads: 1,
         streams: 2,
         checksum: false,
         paths: Paths { delay_us, bytes_per_us: 100, buffer_bytes: 65_536 },
@@ -284,6 +328,8 @@ fn seeds(text: &str) -> Range<u64> {
 
 /// What a usual run of the tests takes: some seconds.
 const USUAL: Range<u64> = 0..800;
+/// What a run of [`threads_that_stand_still_within_claims`] takes.
+const STANDING: Range<u64> = 0..250;
 /// A long run ends after so many.
 const MOST_FAILURES: usize = 10;
 const SHRINK_TRIALS: u32 = 400;

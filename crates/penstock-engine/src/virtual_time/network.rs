@@ -4,6 +4,7 @@
 //! at one end of a connection and come out at the other, in pieces of any size, or are lost with the connection. Why it is not
 //! the network of `penstock-sim`: `docs/design/random-programs.md`, "Under virtual time".
 
+use super::threads::Baton;
 use fastrand::Rng;
 use penstock_net::system::{Connection, Host, Trouble};
 use penstock_types::Time;
@@ -66,6 +67,8 @@ struct Wires {
 #[derive(Default)]
 struct End {
     token: Option<u64>,
+    /// The thread that watches it.
+    thread: usize,
     watches_write: bool,
     /// When the attempt to connect is over, and how.
     connected: Option<(Time, Option<Trouble>)>,
@@ -107,8 +110,9 @@ impl Network {
         })))
     }
 
-    pub(super) fn host(&self, host: usize) -> Box<dyn Host> {
-        Box::new(VirtualHost { network: self.clone(), host })
+    /// `threads`: those of the host's process.
+    pub(super) fn host(&self, host: usize, threads: Arc<Baton>) -> Box<dyn Host> {
+        Box::new(VirtualHost { network: self.clone(), host, threads })
     }
 
     fn lock(&self) -> MutexGuard<'_, Net> {
@@ -124,17 +128,18 @@ impl Network {
         self.lock().hosts[host].sleeps_until = None;
     }
 
-    /// When a host has something to do.
-    pub(super) fn next(&self, host: usize) -> Time {
+    /// When a host has something to do, whose threads stand still until then.
+    pub(super) fn next(&self, host: usize, rests_until: impl Fn(usize) -> Time) -> Time {
         let net = self.lock();
-        let Some(mut next) = net.hosts[host].sleeps_until else { return net.now };
+        let mut next = net.hosts[host].sleeps_until.unwrap_or(net.now);
         if let Some((at, _)) = net.hosts[host].backlog.front() {
             next = next.min(*at);
         }
+        next = next.max(rests_until(0));
         for wires in &net.connections {
             for side in 0..2 {
                 if wires.hosts[side] == host && wires.ends[side].token.is_some() {
-                    next = next.min(net.ready(wires, side).1);
+                    next = next.min(net.ready(wires, side).1.max(rests_until(wires.ends[side].thread)));
                 }
             }
         }
@@ -268,6 +273,7 @@ impl End {
 struct VirtualHost {
     network: Network,
     host: usize,
+    threads: Arc<Baton>,
 }
 
 impl Host for VirtualHost {
@@ -275,11 +281,11 @@ impl Host for VirtualHost {
         self.network.lock().now
     }
 
-    fn wait(&self, timeout: u64) -> Vec<(u64, bool)> {
+    fn wait(&self, thread: usize, timeout: u64) -> Vec<(u64, bool)> {
         let mut net = self.network.lock();
         let now = net.now;
-        let mut ready = Vec::new();
-        if net.hosts[self.host].backlog.front().is_some_and(|(at, _)| *at <= now) {
+        let (mut ready, mut waits_for_another) = (Vec::new(), false);
+        if thread == 0 && net.hosts[self.host].backlog.front().is_some_and(|(at, _)| *at <= now) {
             ready.push((0, false));
         }
         for wires in &net.connections {
@@ -288,16 +294,24 @@ impl Host for VirtualHost {
                     && wires.hosts[side] == self.host
                 {
                     let (can_write, at) = net.ready(wires, side);
-                    if at <= now {
+                    if at <= now && wires.ends[side].thread == thread {
                         ready.push((token, can_write));
                     }
+                    let other = wires.ends[side].thread;
+                    waits_for_another |= at <= now && other != thread && self.threads.rests_until(other) <= now;
                 }
             }
         }
         // The kernel promises no order.
         net.rng.shuffle(&mut ready);
-        net.hosts[self.host].sleeps_until = (ready.is_empty() && timeout > 0).then(|| now.plus(timeout));
+        // The last thread to have its turn is thread 0, which says how long all sleep.
+        let sleeps = ready.is_empty() && !waits_for_another && timeout > 0 && thread == 0;
+        net.hosts[self.host].sleeps_until = sleeps.then(|| now.plus(timeout));
         ready
+    }
+
+    fn interleave(&self, must: bool) {
+        self.threads.interleave(must, self.now());
     }
 
     fn connect(&self, to: SocketAddr) -> Box<dyn Connection> {
@@ -339,10 +353,10 @@ struct VirtualConnection {
 }
 
 impl Connection for VirtualConnection {
-    fn watch(&self, token: u64, write: bool) {
+    fn watch(&self, thread: usize, token: u64, write: bool) {
         let mut net = self.network.lock();
         let end = &mut net.connections[self.connection].ends[self.side];
-        end.token = Some(token);
+        (end.token, end.thread) = (Some(token), thread);
         end.watches_write = write;
     }
 

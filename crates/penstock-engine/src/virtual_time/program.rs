@@ -13,6 +13,8 @@ use std::fmt;
 pub(super) struct Program {
     pub(super) seed: u64,
     pub(super) ranks: usize,
+    /// I/O threads of each rank.
+    pub(super) threads: usize,
     pub(super) streams: u16,
     pub(super) checksum: bool,
     pub(super) paths: Paths,
@@ -331,10 +333,13 @@ pub(super) fn sequence(call: &ProgramCall) -> (usize, Option<(usize, usize, u32)
 
 impl fmt::Display for Program {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Program { seed, ranks, streams, checksum, paths, fault, wrong, goes_on, ends_early, .. } = self;
+        let Program { seed, ranks, threads, streams, checksum, paths, fault, wrong, goes_on, ends_early, .. } = self;
         let (credit, from) =
             (self.eager_credit_bytes, if self.strikes_at_end { " the first leaves or ends" } else { "" });
-        writeln!(f, "seed {seed}: {ranks} ranks, {streams} streams, checksum {checksum}, credit {credit}, {paths:?}")?;
+        writeln!(
+            f,
+            "seed {seed}: {ranks} ranks, {threads} threads, {streams} streams, checksum {checksum}, credit {credit}, {paths:?}"
+        )?;
         writeln!(f, "  after a failure ranks go on in other groups: {goes_on}; ranks end early: {ends_early}")?;
         if let Some((at, fault)) = fault {
             writeln!(f, "  fault {:.3} ms after{from}: {fault:?}", *at as f64 / 1e6)?;

@@ -3,6 +3,7 @@
 use super::model;
 use super::network::{Network, address};
 use super::program::{Fault, How, Program, ProgramCall, ProgramGroup, Step, What};
+use super::threads::{Baton, Threads};
 use crate::engine::{Config, settings};
 use crate::recorder::Recorder;
 use crate::runtime::{Call, Command, GroupSpec, Runtime, Shared};
@@ -11,7 +12,7 @@ use crate::ticket::Ticket;
 use fastrand::Rng;
 use penstock_core::groups::Open;
 use penstock_net::memory::MemoryEpoch;
-use penstock_net::{Contact, Driver, Process, Ptracer, Run};
+use penstock_net::{Contact, Driver, Loop, Process, Ptracer};
 use penstock_plan::{Collective, Thresholds};
 use penstock_types::{ChannelId, FailureKind, Generation, GroupId, MILLISECOND, Priority, SECOND, Scope, Time};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -31,10 +32,9 @@ pub(super) struct Rank<'a> {
 }
 
 pub(super) struct Engine {
-    pub(super) driver: Driver,
-    pub(super) runtime: Runtime,
+    pub(super) threads: Threads,
+    pub(super) the_loop: Arc<Loop<Runtime>>,
     pub(super) shared: Arc<Shared>,
-    pub(super) run: Run,
 }
 
 /// Follows a rank's steps, as a script does.
@@ -104,6 +104,7 @@ impl<'a> Rank<'a> {
             generation: Generation(1),
             addresses: Vec::new(),
             ports: 0..=0,
+            io_threads: program.threads,
             streams: program.streams,
             streams_within_host: program.streams,
             shared_memory: false,
@@ -120,12 +121,11 @@ impl<'a> Rank<'a> {
         let mut settings = settings(&config, node);
         settings.peer.eager_credit_bytes = program.eager_credit_bytes;
         settings.peer.express_from = 2;
-        let engine = Engine {
-            driver: Driver::played(network.host(rank), settings).expect("a descriptor"),
-            runtime: Runtime::new(shared.clone(), node, memory_epoch, Thresholds::default(), recorder),
-            shared,
-            run: Run::default(),
-        };
+        let baton = Baton::new(program.seed ^ rank as u64, program.threads);
+        let driver = Driver::played(network.host(rank, baton.clone()), settings).expect("a descriptor");
+        let runtime = Runtime::new(shared.clone(), node, memory_epoch, Thresholds::default(), recorder);
+        let the_loop = Arc::new(Loop::new(driver, runtime));
+        let engine = Engine { threads: Threads::new(program.threads, baton, &the_loop), the_loop, shared };
         let exchanged = |call: usize| match program.wrong {
             Some(wrong) if wrong.rank == rank => match wrong.how {
                 How::Order { with } if call == with => wrong.call,
@@ -173,7 +173,13 @@ impl<'a> Rank<'a> {
             },
             _ => Time(u64::MAX),
         };
-        network.next(self.rank).min(user).min(join).max(self.busy_until)
+        self.next_turn(network).min(user).min(join).max(self.busy_until)
+    }
+
+    /// When a thread of its loop has something to do.
+    pub(super) fn next_turn(&self, network: &Network) -> Time {
+        let Some(Engine { threads, .. }) = &self.engine else { return Time(u64::MAX) };
+        threads.next().min(network.next(self.rank, |thread| threads.rests_until(thread)))
     }
 
     fn post(&self, network: &Network, command: Command, ticket: &Ticket) {
@@ -368,11 +374,13 @@ impl<'a> Rank<'a> {
         self.post(network, Command::Stop { wait }, &Ticket::default());
     }
 
-    pub(super) fn held(&mut self, network: &Network) -> Held {
+    pub(super) fn held(&mut self, network: &Network, now: Time) -> Held {
         let (sender, receiver) = mpsc::channel();
         self.post(network, Command::Stats(sender), &Ticket::default());
         let engine = self.engine.as_mut().expect("it runs");
-        engine.driver.turn(&mut engine.runtime, &mut engine.run);
+        engine.threads.go_on();
+        // The first of these may end a turn that has read its commands.
+        (0..2).for_each(|_| while engine.threads.turn(now) && engine.threads.next() <= now {});
         receiver.try_recv().expect("a turn reads commands").held
     }
 

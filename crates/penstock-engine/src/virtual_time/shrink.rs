@@ -52,6 +52,9 @@ fn candidates(program: &Program) -> Vec<Program> {
     {
         all.push(Program { fault: Some((at, Fault::Lose { ranks, which, skew, times: 1 })), ..program.clone() });
     }
+    if program.threads > 1 {
+        all.push(Program { threads: program.threads - 1, ..program.clone() });
+    }
     if program.streams > 1 {
         all.push(Program { streams: 1, ..program.clone() });
     }

@@ -7,6 +7,7 @@ use crate::stats::Held;
 use fastrand::Rng;
 use penstock_types::{Failure, FailureKind, MILLISECOND, SECOND, Time};
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 /// Runs a program; returns what was not as it must be, at most a few, each beginning with its kind.
 pub(super) fn run(program: &Program) -> Vec<String> {
@@ -19,6 +20,14 @@ pub(super) fn run(program: &Program) -> Vec<String> {
 pub(super) fn run_with(program: &Program, faults: &[(u64, Fault)]) -> Vec<String> {
     let mut world = World::new(program);
     world.faults.extend(faults.iter().map(|(at, fault)| (Time(*at), *fault)));
+    world.run();
+    world.complaints
+}
+
+/// The same as [`run`], with faults that wait until a thread stands still for a while.
+pub(super) fn run_at_rests(program: &Program) -> Vec<String> {
+    let mut world = World::new(program);
+    world.strikes_at_rests = true;
     world.run();
     world.complaints
 }
@@ -37,6 +46,7 @@ struct World<'a> {
     now: Time,
     rng: Rng,
     ranks: Vec<Rank<'a>>,
+    strikes_at_rests: bool,
     /// When a fault happens next.
     faults: VecDeque<(Time, Fault)>,
     /// They are known: the time that they count from has come.
@@ -56,6 +66,7 @@ impl<'a> World<'a> {
             now: Time(0),
             rng: Rng::with_seed(program.seed ^ 0x3017),
             ranks,
+            strikes_at_rests: false,
             faults: VecDeque::new(),
             has_faults: false,
             settled_at: None,
@@ -93,9 +104,15 @@ impl<'a> World<'a> {
             }
             self.now = next;
             self.network.set_now(next);
-            while self.faults.front().is_some_and(|(at, _)| *at <= next) {
-                let (_, fault) = self.faults.pop_front().expect("looked at");
-                self.happen(fault);
+            let rests = |rank: &Rank<'_>| rank.engine.as_ref().is_some_and(|engine| engine.threads.rest(next) > RESTS);
+            if self.strikes_at_rests {
+                self.faults.retain(|(at, _)| next.since(*at) < 2 * SECOND);
+            }
+            if !self.strikes_at_rests || self.ranks.iter().any(rests) {
+                while self.faults.front().is_some_and(|(at, _)| *at <= next) {
+                    let (_, fault) = self.faults.pop_front().expect("looked at");
+                    self.happen(fault);
+                }
             }
             for rank in 0..self.ranks.len() {
                 if self.ranks[rank].next(&self.network) <= next {
@@ -186,7 +203,7 @@ impl<'a> World<'a> {
 
     fn next(&self) -> Time {
         let ranks = self.ranks.iter().map(|rank| rank.next(&self.network)).min();
-        let fault = self.faults.front().map_or(Time(u64::MAX), |(at, _)| *at);
+        let fault = self.faults.front().filter(|(at, _)| *at > self.now).map_or(Time(u64::MAX), |(at, _)| *at);
         let settled = self.settled_at.map_or(Time(u64::MAX), |at| at);
         ranks.expect("some").min(fault).min(settled).max(self.now)
     }
@@ -218,15 +235,18 @@ impl<'a> World<'a> {
         if rank.user.at.is_some_and(|at| at <= now) {
             rank.act(&self.network, now);
         }
+        let is_due = rank.next_turn(&self.network) <= now;
         let Some(engine) = &mut rank.engine else { return };
-        if self.network.next(rank.rank) <= now {
-            let goes_on = engine.driver.turn(&mut engine.runtime, &mut engine.run);
+        if is_due {
+            let goes_on = engine.threads.turn(now);
             rank.busy_until = now.plus(self.rng.u64(1_000..20_000));
             if !goes_on {
-                let Engine { mut driver, mut runtime, shared, .. } = rank.engine.take().expect("it has just run");
-                driver.finish(&mut runtime);
+                let Engine { threads, the_loop, shared } = rank.engine.take().expect("it has just run");
+                drop(threads);
+                the_loop.finish();
                 let failure = Failure::fatal(FailureKind::Closed, "the engine has stopped");
                 shared.close(&failure);
+                let (driver, runtime) = Arc::into_inner(the_loop).expect("its threads have ended").into_parts();
                 drop(driver);
                 runtime.end(&failure);
                 self.network.die(rank.rank, Death::Closes);
@@ -256,7 +276,7 @@ impl<'a> World<'a> {
                 continue;
             }
             if is_whole && !may_lose {
-                let held = rank.held(&self.network);
+                let held = rank.held(&self.network, self.now);
                 let groups = rank.user.groups() as u64;
                 // A group that has failed opens no channel.
                 let has_failed = rank.user.failed.iter().any(|group| self.program.home(*group) == *group);
@@ -286,5 +306,7 @@ const LONGEST: Time = Time(600 * SECOND);
 const MOST_ROUNDS: u64 = 200_000;
 /// Credit comes back with the next heartbeat, at the latest.
 const SETTLES_WITHIN: u64 = 3 * SECOND;
+/// A thread that stands still for longer is met by a fault that waits for one.
+const RESTS: u64 = 20 * MILLISECOND;
 /// Without faults, what a rank says is heard a few delays later.
 const TOLD_WITHIN: u64 = SECOND;

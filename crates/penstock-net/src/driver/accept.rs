@@ -16,7 +16,7 @@ use std::io;
 
 impl Driver {
     pub(super) fn accept_tcp<H: Handler>(&mut self, handler: &mut H, listener: usize, now: Time) {
-        while let System::Played(host) = &self.system {
+        while let System::Played(host) = &*self.system {
             let Some((connection, from)) = host.accept() else { return };
             self.accepted(handler, Wire::Played(connection), false, from.to_string(), now);
         }
@@ -85,7 +85,7 @@ impl Driver {
         let acceptor = Acceptor::new(random(), FEATURES);
         let socket = Socket::new(wire, local, remote, Stage::Acceptor(acceptor), now.plus(HANDSHAKE_WITHIN));
         let token = self.token();
-        match self.system.watch(&socket.wire, token, epoll::EventFlags::IN, true) {
+        match self.system.watch(0, &socket.wire, token, epoll::EventFlags::IN, true) {
             Ok(()) => {
                 self.listeners.unauthenticated += 1;
                 self.schedule_timers(now.plus(SECOND));

@@ -137,7 +137,7 @@ impl Driver {
         // A stream that was lost may have been on a path that carries nothing any more: the kernel chooses its next one.
         let port = if link.lost.contains(&stream) { 0 } else { link.ports.of(stream, attempt) };
         let attempt_connect = |port: u16| -> io::Result<Wire> {
-            if let System::Played(host) = &self.system {
+            if let System::Played(host) = &*self.system {
                 return Ok(Wire::Played(host.connect(remote)));
             }
             let domain = Domain::for_address(remote);
@@ -269,7 +269,7 @@ impl Driver {
         let token = self.token();
         let peer = socket.peer.expect("connectors know their peer");
         socket.watches_write = true;
-        match self.system.watch(&socket.wire, token, epoll::EventFlags::IN | epoll::EventFlags::OUT, true) {
+        match self.system.watch(0, &socket.wire, token, epoll::EventFlags::IN | epoll::EventFlags::OUT, true) {
             Ok(()) => {
                 self.schedule_timers(now.plus(SECOND));
                 self.links[peer as usize].sockets.push(token);

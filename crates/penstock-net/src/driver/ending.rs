@@ -57,14 +57,15 @@ impl Driver {
     /// connection.
     pub(super) fn half_close(&mut self) {
         let end = self.now().plus(UNREAD_FOR);
+        let mut junk = [0; 64 * 1024];
         for socket in self.sockets.values() {
             socket.wire.finish();
         }
-        let System::Kernel { epoll, .. } = &self.system else { return self.sockets.clear() };
+        let System::Kernel { epolls, .. } = &*self.system else { return self.sockets.clear() };
         while !self.sockets.is_empty() && self.now() < end {
             self.sockets.retain(|_, socket| {
                 loop {
-                    match socket.wire.read(&mut [IoSliceMut::new(&mut self.junk)], false, &mut Vec::new()) {
+                    match socket.wire.read(&mut [IoSliceMut::new(&mut junk)], false, &mut Vec::new()) {
                         Ok(0) => return false,
                         Ok(_) => {}
                         Err(rustix::io::Errno::AGAIN) => return true,
@@ -75,7 +76,7 @@ impl Driver {
             let timeout = rustix::time::Timespec { tv_sec: 0, tv_nsec: 2 * MILLISECOND as i64 };
             let mut buffer =
                 [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
-            let _ = epoll::wait(epoll, &mut buffer[..], Some(&timeout));
+            let _ = epoll::wait(&epolls[0], &mut buffer[..], Some(&timeout));
         }
         self.sockets.clear();
     }

@@ -1,8 +1,8 @@
 //! The end of a socket, and of a peer that cannot be reached any more.
 
-use super::Driver;
 use super::connect::FROM_THE_START;
 use super::timers::RECONNECT_WITHIN;
+use super::{Driver, Gone};
 use crate::close_reason::CloseReason;
 use crate::handler::Handler;
 use crate::socket::{Progress, Socket, Stage};
@@ -18,6 +18,8 @@ impl Driver {
         reason: &CloseReason,
         now: Time,
     ) {
+        let is_refused = self.system.is_played() && matches!(reason, CloseReason::Frame(_));
+        debug_assert!(!is_refused, "a played network damages nothing, and right peers send nothing wrong: {reason}");
         let is_acceptor = matches!(socket.stage, Stage::Acceptor(_));
         if is_acceptor {
             self.listeners.unauthenticated -= 1;
@@ -37,7 +39,12 @@ impl Driver {
         drop(socket);
         self.links[peer as usize].sockets.retain(|known| *known != token);
         if was_up {
-            self.peers.machine(peer).stream_down(stream);
+            let landing = self.peers.claims.landing_of(token);
+            let machine = self.peers.machine(peer);
+            if let Some((key, offset)) = landing {
+                machine.hold(&key, offset);
+            }
+            machine.stream_down(stream);
         }
         let link = &mut self.links[peer as usize];
         // Also while stopping: messages that the peer has not taken need a connection. A peer that was never connected is not
@@ -137,9 +144,19 @@ impl Driver {
                 self.closed(handler, token, socket, &CloseReason::PeerLost, now);
             }
         }
-        match has_left {
-            true => handler.left(&mut self.peers, peer, &format!("{who} has left the job")),
-            false => handler.lost(&mut self.peers, peer, &format!("{who} {what}"), has_died),
+        let reason = if has_left { format!("{who} has left the job") } else { format!("{who} {what}") };
+        self.gone.push(Gone { peer, has_left, reason, has_died });
+        self.part(handler);
+    }
+
+    /// Tells of the peers that are gone. A thread may still use a frame that came before: of that peer when it has done so.
+    pub(super) fn part<H: Handler>(&mut self, handler: &mut H) {
+        while let Some(at) = self.gone.iter().position(|gone| !self.peers.claims.concern(gone.peer)) {
+            let Gone { peer, has_left, reason, has_died } = self.gone.remove(at);
+            match has_left {
+                true => handler.left(&mut self.peers, peer, &reason),
+                false => handler.lost(&mut self.peers, peer, &reason, has_died),
+            }
         }
     }
 }

@@ -8,6 +8,7 @@ use crate::socket::{Progress, Socket, Stage};
 use penstock_stream::handshake::{Accepted, HandshakeError, Hello, RefusalCode};
 use penstock_stream::peer::Peer;
 use penstock_types::{GroupId, MILLISECOND, Time};
+use rustix::event::epoll;
 use std::io::IoSliceMut;
 
 impl Driver {
@@ -108,7 +109,7 @@ impl Driver {
             return Err(reason);
         }
         // The socket nearly always has room: the loop would not sleep until the other side answers.
-        self.watch_write(token, socket, !socket.greeting.is_empty());
+        socket.watch_write(&self.system, token, !socket.greeting.is_empty());
         if let Some((hello, features)) = ended {
             let job = hello.as_ref().map(|hello| hello.job);
             if let Some(hello) = hello {
@@ -134,7 +135,7 @@ impl Driver {
                 self.links[peer as usize].sockets.push(token);
             }
             socket.stage = Stage::Up;
-            socket.reader.preload(&rest);
+            socket.reader.as_mut().expect("nobody reads yet").preload(&rest);
             self.up(handler, token, socket, features, job, now)?;
             for descriptor in descriptors {
                 let peer = socket.peer.expect("decided");
@@ -201,13 +202,36 @@ impl Driver {
             self.peers.machines[peer as usize] = Peer::new(config, now);
         }
         self.peers.machine(peer).stream_up(socket.stream, now);
-        self.watch_write(token, socket, false);
+        socket.watch_write(&self.system, token, false);
+        self.deal(token, socket);
         let pid = socket.wire.descriptor().filter(|_| socket.local).and_then(process_at).unwrap_or(0);
         handler.linked(&mut self.peers, peer, socket.local, pid, job);
         self.schedule_timers(now.plus(100 * MILLISECOND));
-        if socket.reader.has_buffered() {
-            self.again.push(token);
+        if socket.reader.as_ref().is_some_and(|reader| reader.has_buffered()) {
+            self.threads.again[socket.thread].push(token);
+            self.threads.wakes[socket.thread].wake();
         }
         Ok(())
+    }
+
+    /// Gives a socket to the thread that reads from the fewest.
+    fn deal(&mut self, token: u64, socket: &mut Socket) {
+        let mut counts = vec![0; self.threads.count()];
+        for other in self.sockets.values().filter(|other| other.is_up()) {
+            counts[other.thread] += 1;
+        }
+        let fewest = (0..counts.len()).min_by_key(|thread| counts[*thread]).expect("there is one");
+        if fewest == 0 {
+            return;
+        }
+        let moved = self
+            .system
+            .forget(0, &socket.wire)
+            .and_then(|()| self.system.watch(fewest, &socket.wire, token, epoll::EventFlags::IN, true));
+        match moved {
+            Ok(()) => socket.thread = fewest,
+            // It is watched by nobody, and closed as one that says nothing.
+            Err(error) => log::error!("penstock: epoll_ctl failed: {error}"),
+        }
     }
 }

@@ -35,7 +35,7 @@ impl Listeners {
     ) -> Result<(), String> {
         let (socket, address) = bind_tcp(address, ports)?;
         let token = FIRST_LISTENER + self.tcp.len() as u64;
-        system.add(&socket, token).map_err(|e| format!("cannot watch the listening socket on {address}: {e}"))?;
+        system.add(0, &socket, token).map_err(|e| format!("cannot watch the listening socket on {address}: {e}"))?;
         self.tcp.push((Fd::new(socket.into()), address));
         Ok(())
     }
@@ -45,7 +45,7 @@ impl Listeners {
         match bind_local(node) {
             Ok(socket) => {
                 system
-                    .add(&socket, LOCAL_LISTENER)
+                    .add(0, &socket, LOCAL_LISTENER)
                     .map_err(|e| format!("cannot watch the local listening socket: {e}"))?;
                 self.local = Some(Fd::new(socket));
             }

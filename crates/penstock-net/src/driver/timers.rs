@@ -1,6 +1,7 @@
 //! What is due: retries, silent peers, hand-shakes that take too long, and what the engine has ordered.
 
 use super::connect::FROM_THE_START;
+use super::threads::JUNK_BYTES;
 use super::{Driver, Link};
 use crate::close_reason::CloseReason;
 use crate::descriptors::make_room;
@@ -12,8 +13,9 @@ use penstock_types::{MILLISECOND, PeerId, SECOND, Time};
 impl Driver {
     pub(super) fn handle_timers<H: Handler>(&mut self, handler: &mut H, now: Time) {
         let mut next = now.plus(SECOND);
+        let readers = self.sockets.values().filter_map(|socket| socket.reader.as_ref());
         self.peers.buffer_bytes =
-            self.sockets.values().map(|s| s.reader.memory_bytes()).sum::<usize>() + self.junk.len();
+            readers.map(|reader| reader.memory_bytes()).sum::<usize>() + self.threads.count() * JUNK_BYTES;
         for peer in 0..self.links.len() as PeerId {
             if self.links[peer as usize].finished {
                 continue;
@@ -102,6 +104,7 @@ impl Driver {
         mut current: Option<&mut Socket>,
         now: Time,
     ) {
+        self.part(handler);
         self.add_links();
         while let Some(order) = self.peers.orders.pop_front() {
             match order {
@@ -110,8 +113,9 @@ impl Driver {
                     for socket in self.sockets.values_mut().chain(current.as_deref_mut()) {
                         socket.drop_all(scope, &source);
                     }
+                    self.peers.claims.drop_all(scope, source);
                 }
-                Order::Then(act) => act(),
+                Order::Then(act) => self.peers.claims.after_drops(act),
             }
         }
     }

@@ -1,4 +1,4 @@
-//! What is urgent anywhere, for all peers: which of them is served first is up to [`Driver::pump`], how long queues are to each peer.
+//! What is urgent anywhere, for all peers: which of them is served first is up to `Turn::pump`, how long queues are to each peer.
 
 use super::Driver;
 use penstock_stream::peer::Urgency;

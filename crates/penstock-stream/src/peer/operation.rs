@@ -123,7 +123,8 @@ pub(super) struct Incoming {
 #[derive(Debug)]
 pub(super) struct Arriving {
     pub(super) len: u32,
-    /// The stream that reads the frame to its place; `None` when that stream was lost.
+    /// The stream that has claimed the range: it reads the frame to its place, or has brought it whole. `None` when that stream was
+    /// lost and touches the range no more.
     pub(super) on: Option<StreamId>,
 }
 

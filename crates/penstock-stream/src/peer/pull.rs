@@ -58,6 +58,12 @@ impl<C: Copied> Peer<C> {
         Some(self.stamp(stream, outbound, now))
     }
 
+    /// Whether a message waits for a stream with room: other threads may help to write.
+    #[must_use]
+    pub fn has_more(&self) -> bool {
+        !self.outbox.ready.is_empty()
+    }
+
     fn next_frame(&mut self, id: StreamId, now: Time) -> Option<Outbound<C>> {
         let express = self.express(now);
         let is_express = express == Some(id);
@@ -84,9 +90,12 @@ impl<C: Copied> Peer<C> {
             if let Some(&(priority, issue)) =
                 first.filter(|(priority, _)| least_urgent.is_none_or(|least| *priority <= least))
             {
+                // Other messages like it give streams something to carry, too.
+                let alike =
+                    self.outbox.ready.range((priority, 0)..=(priority, u64::MAX)).take(streams as usize).count();
                 let message = self.outbox.messages.get_mut(&issue).expect("ready messages are outgoing");
                 self.outbox.urgent += usize::from(!message.has_begun() && priority.is_urgent());
-                let (index, repeated) = message.next_frame(stream.frame_bytes(), streams);
+                let (index, repeated) = message.next_frame(stream.frame_bytes(), streams.div_ceil(alike as u64));
                 if !message.has_frames() {
                     self.outbox.ready.remove(&(priority, issue));
                 }

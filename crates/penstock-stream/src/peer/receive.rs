@@ -1,7 +1,7 @@
 //! What comes from the peer: headers, whole frames, acknowledgements. Duplicates are found here, and frames that the peer may
 //! not send.
 
-use super::operation::{Arrival, Incoming, OpKey, OpStatus, granted_span, span};
+use super::operation::{Arrival, Arriving, Incoming, OpKey, OpStatus, granted_span, span};
 use super::outgoing::{Body, Copied, FrameId, Way};
 use super::take_over::{PATIENCE_LOST, PATIENCE_MOST, PATIENCE_WON};
 use super::{Event, FLAG_EAGER, FLAG_SHARED, FLAG_URGENT, Peer, Report, StreamId, Urgency};
@@ -112,6 +112,27 @@ impl<C: Copied> Peer<C> {
                 .ok_or(FrameError::OutOfTurn("data of an operation that was not granted"))?,
         };
         op.incoming.entry(header.key.message).or_insert_with(|| Incoming::new(header.total)).arrive(id, header)
+    }
+
+    /// A data frame is whole in a buffer of its reader's, and its bytes are about to be used: the stream claims their range. Returns
+    /// the stream that was bringing it first, if another one was, and must discard what it still reads; `None` for a duplicate.
+    /// [`Peer::handle_frame`] follows when the bytes have been used. Until then no other copy may be given to that, and nothing of
+    /// the frame is acknowledged.
+    pub fn claim(&mut self, id: StreamId, header: &Header) -> Option<Option<StreamId>> {
+        let first = self.arriving(&header.key, header.offset)?.on.replace(id);
+        Some(first.filter(|first| *first != id))
+    }
+
+    /// The stream that has a frame's range claimed is about to be lost, and its reader may still touch the range: the claim goes over
+    /// to [`LOST_STREAM`], until [`Peer::handle_frame`] takes the frame from that, or another copy, which is not read to its place.
+    pub fn hold(&mut self, key: &MessageKey, offset: u64) {
+        if let Some(arriving) = self.arriving(key, offset) {
+            arriving.on = Some(LOST_STREAM);
+        }
+    }
+
+    fn arriving(&mut self, key: &MessageKey, offset: u64) -> Option<&mut Arriving> {
+        self.ops.get_mut(&OpKey::of(key))?.incoming.get_mut(&key.message)?.arriving.get_mut(&offset)
     }
 
     /// The frame is whole. For data: records it; the caller applies the payload before it polls the next frame, so that no ack can
@@ -350,6 +371,9 @@ impl Report {
         Ok(Report { kind, message, is_passed_on: header.offset != 0, finished: Counts::decode(records) })
     }
 }
+
+/// In place of a stream that is gone while its reader still has a claim.
+pub const LOST_STREAM: StreamId = StreamId::MAX;
 
 /// What a `Report` or `Left` frame is about.
 fn scope_of(header: &Header) -> Scope {

@@ -118,7 +118,7 @@ BACKENDS = {
 }
 """What runs when --backends names none. Each has a limit: over TCP it is raw sockets; in one memory it is copying."""
 
-NOT_OVER_LINKS = ("penstock-shm", "penstock-empty", "engine-shm")
+NOT_OVER_LINKS = ("penstock-shm", "penstock-empty", "engine-shm", "penstock-shm-cuda")
 """The testbed's hosts share no memory."""
 
 ENGINES = {
@@ -130,7 +130,17 @@ ENGINES = {
 }
 """What --backends can name as well: the engine without torch, for all-reduce."""
 
-KNOWN = {**BACKENDS, **ENGINES}
+DEVICES = {
+    each.label: each
+    for each in (
+        Series("penstock-tcp-cuda", "cuda:penstock", {"PENSTOCK_SHM": "0"}, limit="sockets"),
+        Series("penstock-shm-cuda", "cuda:penstock", {"PENSTOCK_SHM": "1"}, limit="copy"),
+        Series("gloo-cuda", "cuda:gloo", limit="sockets"),
+    )
+}
+"""Likewise: tensors of a GPU, which may be one for all ranks (nccl refuses that). Limits do without the copies to and from it."""
+
+KNOWN = {**BACKENDS, **ENGINES, **DEVICES}
 """All that --backends can name, and --variant extend."""
 
 LIMIT_FROM_BYTES = 256 << 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from penstock.tools.bench import endpoints, figures, pauses, plans, readiness, sweep, training, tuner, urgency
+from penstock.tools.bench import endpoints, figures, pauses, plans, readiness, sweep, threads, training, tuner, urgency
 from penstock.tools.bench.aggregated import command as aggregated
 from penstock.tools.bench.collectives import COLLECTIVES
 from penstock.tools.commands import Group
@@ -36,6 +36,7 @@ for _name, _subject in {
     "tuner": tuner,
     "urgency": urgency,
     "pauses": pauses,
+    "threads": threads,
     "endpoints": endpoints,
     "aggregated": aggregated,
     "plan": plans,

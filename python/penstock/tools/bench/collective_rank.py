@@ -26,6 +26,8 @@ class CollectiveRunner:
 
     rank: int
     ranks: int
+    device = "cpu"
+    """Where the tensors are."""
 
     def __init__(self, ranks: int):
         self.ranks = ranks
@@ -43,12 +45,12 @@ class CollectiveRunner:
 
     def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor to measure on."""
-        return torch.empty(count, dtype=dtype)
+        return torch.empty(count, dtype=dtype, device=self.device)
 
     def prepare(self, task: Task) -> None:
         self.release()
         self._name = task.collective
-        self._pattern = Pattern(task.dtype, self.ranks)
+        self._pattern = Pattern(task.dtype, self.ranks, self.device)
         dtype = self._pattern.dtype
         elements = COLLECTIVES[task.collective].elements(task.nbytes, self.ranks, dtype.itemsize)
         layout = COLLECTIVES[task.collective].layout(self.rank, self.ranks, elements)
@@ -191,6 +193,23 @@ class SharedRunner(TorchRunner):
         from penstock.torch import empty
 
         return empty(count, dtype=dtype)
+
+
+class CudaRunner(TorchRunner):
+    """The same on tensors of a GPU: ranks beyond the number of GPUs share them. An operation ends when the device has its result."""
+
+    def __init__(self, backend: str, rank: int, ranks: int, host: str, timeout_s: float):
+        super().__init__(backend, rank, ranks, host, timeout_s)
+        self.device = f"cuda:{rank % torch.cuda.device_count()}"
+        torch.cuda.set_device(self.device)
+
+    def fill(self) -> None:
+        super().fill()
+        torch.cuda.synchronize()
+
+    def operate(self) -> None:
+        super().operate()
+        torch.cuda.synchronize()
 
 
 class EngineRunner(TorchRunner):

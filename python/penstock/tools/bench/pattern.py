@@ -25,8 +25,8 @@ DTYPES = {
 class Pattern:
     """Fills and checks tensors of one dtype. Both take one pass over memory, in pieces that stay in cache."""
 
-    def __init__(self, dtype: str, ranks: int):
-        """Raises ValueError when ``dtype`` cannot hold the sums of so many ranks exactly."""
+    def __init__(self, dtype: str, ranks: int, device: str = "cpu"):
+        """For tensors on ``device``. Raises ValueError when ``dtype`` cannot hold the sums of so many ranks exactly."""
         self.dtype = DTYPES[dtype]
         if largest_value(ranks) > exact_limit(self.dtype):
             raise ValueError(
@@ -34,7 +34,7 @@ class Pattern:
                 f" {largest_value(ranks)}: use fewer ranks, or float32"
             )
         self.ranks = ranks
-        self._base = (torch.arange(PIECE + PERIOD) % PERIOD + 1).to(self.dtype)
+        self._base = (torch.arange(PIECE + PERIOD) % PERIOD + 1).to(device, self.dtype)
 
     def fill(self, tensor_N: torch.Tensor, run: Run, turn: int) -> None:
         """Writes ``run`` into the first ``run.count`` elements."""

@@ -490,6 +490,11 @@ def unavailable(series: Series, on_testbed: bool) -> str | None:
             return "mpirun is not on PATH: install Open MPI or MPICH"
         if machine.version("mpi4py") is None:
             return "mpi4py is not installed: pip install mpi4py"
+    if series.role.startswith("cuda:"):
+        import torch
+
+        if not torch.cuda.is_available():
+            return "torch finds no CUDA device (python -c 'import torch; print(torch.cuda.is_available())' tells more)"
     if series.role.endswith(":penstock"):
         try:
             importlib.import_module("penstock._core")

@@ -85,10 +85,10 @@ def _runner(arguments: argparse.Namespace) -> Runner:
         from penstock.tools.bench.collective_rank import TorchRunner
 
         return TorchRunner(backend, arguments.rank, arguments.ranks, arguments.host, arguments.timeout)
-    if role in ("shared", "engine"):
-        from penstock.tools.bench.collective_rank import EngineRunner, SharedRunner
+    if role in ("shared", "engine", "cuda"):
+        from penstock.tools.bench.collective_rank import CudaRunner, EngineRunner, SharedRunner
 
-        runner = SharedRunner if role == "shared" else EngineRunner
+        runner = {"shared": SharedRunner, "engine": EngineRunner, "cuda": CudaRunner}[role]
         return runner(backend, arguments.rank, arguments.ranks, arguments.host, arguments.timeout)
     if role == "mpi":
         from penstock.tools.bench.collective_rank import MpiRunner

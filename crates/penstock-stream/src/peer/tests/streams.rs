@@ -155,6 +155,61 @@ fn races_survive_the_loss_of_a_racer() {
     assert_eq!(finish(&mut b, 1, &frame, OpStatus::Active), Finish { apply: false, revoke: None });
 }
 
+/// A whole frame whose range is claimed counts when it has been used, also when its stream was lost meanwhile; nothing is acknowledged
+/// before. Until then no other copy gets the range; the one that read to it first is stopped, and all others are duplicates.
+#[test]
+fn a_claimed_frame_counts_when_it_was_used() {
+    for is_lost in [false, true] {
+        let [mut a, mut b] = pair(&PeerConfig::default(), 3);
+        granted(&mut a, &mut b, 60_000);
+        while b.poll_frame(1, NOW).is_some() {}
+        let frame = a.poll_frame(0, NOW).expect("granted");
+        let arrive = |b: &mut Peer, stream| b.handle_header(stream, &on(stream, &frame), OpStatus::Active, NOW);
+        assert_eq!(b.claim(1, &frame.header), None, "nothing has come");
+        assert_eq!(arrive(&mut b, 0), Ok(Arrival::Take));
+        assert_eq!(arrive(&mut b, 1), Ok(Arrival::Race));
+        assert_eq!(b.claim(1, &frame.header), Some(Some(0)));
+        assert_eq!(arrive(&mut b, 2), Ok(Arrival::Race));
+        assert!(b.poll_frame(1, NOW).is_none_or(|next| next.header.ack == 0), "acknowledged before it was used");
+        let mut stream = 1;
+        if is_lost {
+            b.hold(&key(0), frame.header.offset);
+            b.stream_down(1);
+            stream_up(&mut b, 1, NOW);
+            assert_eq!(arrive(&mut b, 1), Ok(Arrival::Race), "a repeated copy gets the range");
+            stream = LOST_STREAM;
+        }
+        assert_eq!(finish(&mut b, stream, &frame, OpStatus::Active), Finish { apply: true, revoke: None });
+        let acked: Vec<u32> = std::iter::from_fn(|| b.poll_frame(1, NOW)).map(|next| next.header.ack).collect();
+        assert_eq!(
+            acked.last().copied().unwrap_or(0),
+            u32::from(!is_lost),
+            "on the stream that brought it, and only there"
+        );
+        assert_eq!(b.claim(0, &frame.header), None, "a duplicate");
+        assert_eq!(finish(&mut b, 0, &frame, OpStatus::Active), Finish { apply: false, revoke: None });
+        assert_eq!(finish(&mut b, 2, &frame, OpStatus::Active), Finish { apply: false, revoke: None });
+    }
+}
+
+/// The reader of a lost stream may still touch the place of its frame: no other stream gets that. Another copy counts all the same.
+#[test]
+fn a_place_of_a_lost_stream_is_given_to_no_other() {
+    let [mut a, mut b] = pair(&PeerConfig::default(), 3);
+    granted(&mut a, &mut b, 60_000);
+    let frame = a.poll_frame(0, NOW).expect("granted");
+    let arrive = |b: &mut Peer, stream| b.handle_header(stream, &on(stream, &frame), OpStatus::Active, NOW);
+    assert_eq!(arrive(&mut b, 0), Ok(Arrival::Take));
+    b.hold(&key(0), frame.header.offset);
+    b.stream_down(0);
+    assert_eq!(arrive(&mut b, 1), Ok(Arrival::Race));
+    assert_eq!(arrive(&mut b, 2), Ok(Arrival::Race));
+    assert_eq!(finish(&mut b, 1, &frame, OpStatus::Active), Finish { apply: true, revoke: Some(LOST_STREAM) });
+    // Late, it changes nothing.
+    b.hold(&key(0), frame.header.offset);
+    assert_eq!(finish(&mut b, 2, &frame, OpStatus::Active), Finish { apply: false, revoke: None });
+}
+
 /// A frame whose operation ends while it arrives is not used, and neither is one that starts to arrive afterwards. Of both the engine
 /// is told what their sender takes the operation for.
 #[test]
