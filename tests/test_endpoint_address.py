@@ -63,6 +63,45 @@ def _alone(address: str) -> None:
         client.close()
 
 
+def test_a_fork_amid_an_exchange() -> None:
+    """A child that is forked while a client comes in has no copy of its connection: if the server died, the client would wait for
+    the child."""
+    at = Address.parse(_free_address())
+    opened = Door(at, b"secret", lambda message, key: {})
+    try:
+        with socket.create_connection((at.host, at.port), 20) as guest:
+            guest.sendall(door._GREETING + bytes(door._NONCE))
+            assert guest.recv(2 * door._NONCE, socket.MSG_WAITALL)  # the server waits for the client's proof
+            if (child := os.fork()) == 0:
+                os._exit(_connections_of(guest.getsockname()))
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert _connections_of(guest.getsockname()) == 1, "the server itself has one"
+    finally:
+        opened.close()
+
+
+def _connections_of(peer: Any) -> int:
+    """How many sockets of this process are connected to it."""
+    count = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as found:
+            count += found.getpeername() == peer
+    return count
+
+
+def test_a_name_that_no_server_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's look-up of a name has no time-out; `connect` has one all the same, and says what took so long."""
+    answers = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [answers.wait(60)][:0])
+    try:
+        began = time.monotonic()
+        with pytest.raises(errors.Timeout, match=r"the address of far\.example was not found within"):
+            door.enter(Address("far.example", 4000), b"secret", {}, began + 1)
+        assert time.monotonic() - began < 5
+    finally:
+        answers.set()
+
+
 def test_what_is_refused() -> None:
     """Another secret, another name, no secret, an address that cannot be one: an error that says what to do."""
     ranks.run(_refused, count=2, env=_ALONE, env_of_rank={0: {"WHO": "0"}, 1: {"WHO": "1"}}, args=(_free_address(),))

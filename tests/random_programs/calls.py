@@ -193,10 +193,18 @@ def _process(program: Program, log: str) -> list[tuple[Any, ...]]:
         _Server(program, log).serve(store, may_meet_its_fate=True)
         return []
     if rank > count:
-        store.wait(["server lost"], _PATIENCE)
+        _await_loss(store, count)
         _Server(program, log).serve(store, may_meet_its_fate=False)
         return []
     return [dataclasses.astuple(told) for told in _Client(program, rank - 1, store).run()]
+
+
+def _await_loss(store: dist.Store, clients: int) -> None:
+    """Block until a client has noticed that the server is lost, or all have ended: the server may have died before it said so."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not store.check(["server lost"]) and not store.check([f"ended {client}" for client in range(clients)]):
+        assert time.monotonic() < deadline, "no client has noticed that the server is lost, and not all have ended"
+        time.sleep(0.01)
 
 
 class _Server:

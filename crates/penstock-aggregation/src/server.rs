@@ -41,7 +41,8 @@ pub struct Server {
     config: ServerConfig,
     hops: Hops,
     ack: Serial,
-    /// All results below this were sent once. Workers get it as Ack, so that an Ack does not overtake results.
+    /// All results below this were sent once. Workers get it as Ack, so that an Ack does not overtake results. (Where these come apart,
+    /// workers get `ack` itself: it says all that an Accepted says, and Credit counts from it.)
     announced: Serial,
     /// For each child: the next result that it expects, and the highest that it can take.
     heard: Vec<(Serial, Serial)>,
@@ -345,7 +346,7 @@ impl Server {
         if self.hops.kid(place).name != header.workers {
             return Err(Refusal::Sender);
         }
-        if self.is_newer(header.ack, self.held.as_ref().map_or(self.ack, Held::sent)) {
+        if self.is_newer(header.ack, self.held.as_ref().map_or(self.ack, Held::most_ack)) {
             return Err(Refusal::Ack);
         }
         if place.0 == ROOT {
@@ -568,7 +569,7 @@ impl Server {
     fn downward(&self, kind: Kind, seq: Serial, to: Endpoint) -> Header {
         let (mut aside, mut lacking) = (0, 0);
         if let Some(held) = &self.held {
-            let slowest = self.slowest().0;
+            let slowest = self.slowest().0.oldest(held.sent());
             // Of a window of 2^16 there may be one more.
             lacking = (held.sent().ahead_of(slowest) as u32).min(u32::from(u16::MAX));
             aside = u64::from(slowest.plus(lacking).0) << 32;
@@ -580,7 +581,7 @@ impl Server {
             format: Format::None,
             flags: 0,
             seq,
-            ack: self.announced,
+            ack: if self.held.is_some() { self.ack } else { self.announced },
             credit: self.credit(),
             exponent: if kind == Kind::HeartbeatDown { lacking as u16 as i16 } else { 0 },
             workers: aside | path::state(self.paths.number, self.is_direct(self.hops.places[&to])),

@@ -307,7 +307,13 @@ impl Worker {
             }
             Kind::Accepted if self.pull.is_some() => {
                 self.hear_pull(now, &header);
-                return self.take(now, number).map(|()| Received::Control);
+                // The packet's own Ack may have said so.
+                let is_known = self.is_newer(self.ack, number);
+                return if is_known {
+                    Ok(Received::Control)
+                } else {
+                    self.take(now, number).map(|()| Received::Control)
+                };
             }
             Kind::Result | Kind::Accepted => return Err(Refusal::Kind),
             _ => {

@@ -22,6 +22,10 @@ impl Place {
         address
     }
 
+    /// No address: a worker that pushes and pulls over streams.
+    pub(crate) const STREAM: Place =
+        Place { address: SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0), shards: 1 };
+
     fn ports(self) -> impl Iterator<Item = SocketAddr> {
         (0..self.shards).map(move |shard| self.of(shard))
     }
@@ -68,6 +72,8 @@ pub(crate) enum Kind {
     Parent,
     Server,
     Worker,
+    /// A worker behind a stream.
+    Stream,
     Aggregator,
 }
 
@@ -78,6 +84,7 @@ impl Kind {
             Kind::Parent => "parent",
             Kind::Server => "server",
             Kind::Worker => "worker",
+            Kind::Stream => "stream",
             Kind::Aggregator => "aggregator",
         }
     }
@@ -277,6 +284,10 @@ pub(crate) fn server_job(job: u32, body: &[u8], here: SocketAddr) -> Result<Admi
     }
     let mut book = Book::new(here);
     for (i, address) in workers.iter().enumerate() {
+        if address == "stream" {
+            book.nodes.push(Listed { place: Place::STREAM, kind: Kind::Stream, workers: i.to_string() });
+            continue;
+        }
         let place = PlaceBody { address: address.clone(), shards: 1 };
         book.add(&format!("workers[{i}]"), &place, Kind::Worker, i.to_string())?;
     }
@@ -285,6 +296,15 @@ pub(crate) fn server_job(job: u32, body: &[u8], here: SocketAddr) -> Result<Admi
     tree.check().map_err(|error| format!("tree: {error}"))?;
     if let Some(worker) = tree.workers().into_iter().find(|worker| usize::from(*worker) >= workers.len()) {
         return Err(format!("tree: worker {worker} has no address in workers"));
+    }
+    let is_beside = |worker: u16| {
+        let is_stream = book.nodes[usize::from(worker)].kind == Kind::Stream;
+        is_stream && !tree.children.contains(&Node::Worker(worker))
+    };
+    if let Some(worker) = tree.workers().into_iter().find(|worker| is_beside(*worker)) {
+        return Err(format!(
+            "tree: worker {worker} pushes over a stream, so it stands right below the server: move it up"
+        ));
     }
     Ok(book.admitted(common, RoleJob::Server { tree, naming, workers: workers.len(), held_blocks }))
 }
@@ -414,7 +434,7 @@ impl Book {
 /// The longest text of workers in a report.
 const SHOWN_BYTES: usize = 64;
 /// What a server holds if nothing else is said: more than two of torch's buckets of gradients.
-const PENDING_BYTES: u64 = 64 << 20;
+pub(crate) const PENDING_BYTES: u64 = 64 << 20;
 /// Far fewer blocks than half the circle of SeqNums.
 const MAX_HELD: u64 = 1 << 24;
 /// As the protocol's limit.

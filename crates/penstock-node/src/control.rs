@@ -4,6 +4,7 @@ use crate::admission::{aggregator_job, server_job};
 use crate::http::{Request, Response};
 use crate::report::{About, Report};
 use crate::shard::{Command, Handle, Refused};
+use crate::streams::Streamed;
 use crate::{Config, Role, proof};
 use penstock_aggregation::VERSION;
 use serde_json::json;
@@ -96,6 +97,18 @@ impl Control {
 
     pub(crate) fn is_draining(&self) -> bool {
         self.draining.load(Ordering::Relaxed)
+    }
+
+    /// What `GET /jobs` says.
+    pub(crate) fn jobs(&self) -> Option<String> {
+        self.report().map(|report| report.json().to_string())
+    }
+
+    /// A worker behind a stream pushes or pulls. If the shard has ended, the call is dropped.
+    pub(crate) fn stream(&self, name: &str, call: Streamed) {
+        if let Some(shard) = self.shards().first() {
+            shard.send(Command::Stream(name.to_owned(), call));
+        }
     }
 
     /// Whether no sum is incomplete; `None`: a shard does not answer.

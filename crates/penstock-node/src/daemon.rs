@@ -3,6 +3,7 @@
 use crate::config::human_bytes;
 use crate::control::Control;
 use crate::shard::{self, Settings};
+use crate::streams::Streamed;
 use crate::work::{Sums, Work};
 use crate::{Config, Role, http, proof};
 use penstock_aggregation::{Key, Limits, Shard};
@@ -150,6 +151,18 @@ impl Daemon {
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.here
+    }
+
+    /// Its jobs and their counters, the JSON of `GET /jobs`. `None`: a shard does not answer.
+    #[must_use]
+    pub fn jobs(&self) -> Option<String> {
+        self.control.jobs()
+    }
+
+    /// A worker behind a stream pushes or pulls the buffer of this name (`docs/reference/aggregator.md`). Returns at once; the answer
+    /// comes on the shard's thread, which it must not hold up.
+    pub fn stream(&self, name: &str, call: Streamed) {
+        self.control.stream(name, call);
     }
 
     /// Asks the daemon to end: it opens no new jobs, and ends when no sum is incomplete, or after the drain time-out. Returns

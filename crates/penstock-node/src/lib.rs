@@ -21,10 +21,12 @@ mod options;
 mod proof;
 mod report;
 mod shard;
+mod streams;
 mod work;
 
 pub use config::{Config, Role};
 pub use daemon::{Daemon, StartError};
 pub use options::{NodeOption, parse_address, read_secret};
 pub use proof::{PROOF_HEADER, TIME_HEADER, prove};
+pub use streams::{Answer, Body, Results, Streamed};
 pub use work::{Done, Sums, Work};

@@ -11,6 +11,7 @@ mod serving;
 
 use crate::admission::{Admitted, Common, Listed};
 use crate::report::{NodeReport, Report};
+use crate::streams::Streamed;
 use crate::work::{self, Ended, Work};
 use adding::Adding;
 use penstock_aggregation::{Endpoint, HEADER_BYTES, Key, Limits, PacketError, Receipt, Shard, decode};
@@ -36,6 +37,8 @@ pub(crate) enum Command {
     Report(SyncSender<Report>),
     /// The work behind a buffer has ended.
     Done(Ended),
+    /// A worker behind a stream pushes or pulls the buffer of this name.
+    Stream(String, Streamed),
     /// End the thread.
     Stop,
 }
@@ -130,6 +133,10 @@ trait Machine: Send + 'static {
     fn close(&mut self, job: u32);
     /// The work behind a buffer has ended.
     fn done(&mut self, _now: Time, _ended: Ended) {}
+    /// A worker behind a stream asks this.
+    fn stream(&mut self, _now: Time, _name: &str, call: Streamed) {
+        call.refuse("this is no server, and has no sums".into());
+    }
     /// The counters, except the socket's.
     fn report(&self, now: Time) -> Report;
 }
@@ -167,6 +174,7 @@ fn run<M: Machine>(mut machine: M, mut socket: Datagrams, mailbox: &Receiver<Com
                     let _ = answer.send(report);
                 }
                 Command::Done(ended) => machine.done(now, ended),
+                Command::Stream(name, call) => machine.stream(now, &name, call),
                 Command::Stop => return,
             }
         }

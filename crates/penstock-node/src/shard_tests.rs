@@ -93,6 +93,58 @@ fn storm(trains: &[(usize, Vec<u8>, usize, u8)], done: &str) {
     assert_eq!((silent(adding.report(Time(9))), silent(serving.report(Time(9)))), (Some(4), Some(4)));
 }
 
+/// A server whose work does not end, and a worker that opens one epoch after the other: what is still worked on for epochs that are over
+/// counts, so that memory does not grow; and its outcome has no effect on a later epoch, though that has the same number.
+#[test]
+fn work_for_epochs_that_are_over() {
+    let worker = SocketAddr::from((Ipv4Addr::LOCALHOST, 2));
+    let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 9));
+    let body = r#"{"epoch": 3, "key": null, "done": "buffer", "pending_bytes": 8192, "window": 4, "block_bytes": 4096, "floats": true,
+        "start": 0, "tree": [{"worker": 0}], "workers": ["127.0.0.1:2"]}"#;
+    let job = || server_job(5, body.as_bytes(), here).unwrap();
+    let (sender, outcomes) = channel();
+    let wake = Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
+    let (lends, buffers) = channel();
+    let limits = Limits { memory_bytes: 130_000, ..settings().limits };
+    let mut serving = Serving::new(&Settings { limits, ..settings() }, lends, Mailbox { sender, wake });
+    let mut out = socket();
+    let mut push_one = |serving: &mut Serving| {
+        let (seq, ack, credit) = (Serial(0), Serial(0), Serial(3));
+        let (kind, format, flags) = (Kind::Push, Format::I32, penstock_aggregation::FLAG_LAST);
+        let header = Header { kind, job: 5, epoch: 3, format, flags, seq, ack, credit, exponent: 0, workers: 1 };
+        let block = [1; 4096];
+        let bytes = [&header.encode(&block, None)[..], &block].concat();
+        deliver(&mut out, serving, Time(1), Train { from: worker, bytes: &bytes, stride: bytes.len() });
+        serving.send(Time(1), &mut out);
+        buffers.try_recv().expect("a whole buffer")
+    };
+    let unfinished =
+        |serving: &Serving| serving.report(Time(2)).jobs[0].server.as_ref().unwrap().held.clone().unwrap().unfinished;
+    let mut lent = Vec::new();
+    let refused = loop {
+        match serving.open(Time(0), job()) {
+            Ok(()) => lent.push(push_one(&mut serving)),
+            Err(Refused::Conflict(why)) => break why,
+            Err(other) => panic!("{other:?}"),
+        }
+        assert!(lent.len() < 100, "memory of epochs that are over is not counted");
+    };
+    assert!(refused.contains(&format!("{} are still worked on", 4096 * lent.len())), "{refused}");
+    // The oldest ends: for nobody. That of the epoch that is open does not wait for it, and is not taken for it.
+    let last = lent.pop().unwrap();
+    for (buffer, done) in lent {
+        done.end(Ok(buffer.bytes));
+        let Ok(Command::Done(ended)) = outcomes.try_recv() else { panic!("it has ended") };
+        serving.done(Time(2), ended);
+        assert_eq!(unfinished(&serving), 1, "an outcome of another epoch");
+    }
+    last.1.end(Ok(last.0.bytes));
+    let Ok(Command::Done(ended)) = outcomes.try_recv() else { panic!("it has ended") };
+    serving.done(Time(2), ended);
+    assert_eq!(unfinished(&serving), 0);
+    assert_eq!(serving.open(Time(3), job()), Ok(()));
+}
+
 /// Gives a train to a machine, with a real outbox: a datagram of ours brings it about.
 fn deliver(out: &mut Datagrams, machine: &mut impl Machine, now: Time, train: Train<'_>) {
     let here = out.local_addr();

@@ -25,30 +25,41 @@ impl Work for Sums {
 /// The way back for the outcome of a buffer's work. All workers of the job are told of it. If it is dropped, they are told that the work
 /// was lost.
 pub struct Done {
-    job: u32,
-    epoch: u16,
+    life: Life,
     first: Serial,
+    /// Of the buffer.
+    bytes: usize,
     back: Option<Box<dyn FnOnce(Ended) + Send>>,
+}
+
+/// An epoch of a job. Numbers of epochs come again after 65,536, and the work behind a buffer may take as long as it likes; lives do not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Life {
+    pub(crate) job: u32,
+    pub(crate) epoch: u16,
+    /// How many epochs the daemon had opened before.
+    pub(crate) number: u64,
 }
 
 /// The outcome of a buffer's work.
 #[derive(Debug)]
 pub(crate) struct Ended {
-    pub(crate) job: u32,
-    pub(crate) epoch: u16,
+    pub(crate) life: Life,
     pub(crate) first: Serial,
+    /// Of the buffer: they are no longer lent.
+    pub(crate) bytes: usize,
     pub(crate) outcome: Result<Vec<u8>, String>,
 }
 
 impl Done {
-    pub(crate) fn new(job: u32, epoch: u16, first: Serial, back: impl FnOnce(Ended) + Send + 'static) -> Done {
-        Done { job, epoch, first, back: Some(Box::new(back)) }
+    pub(crate) fn new(life: Life, buffer: &Buffer, back: impl FnOnce(Ended) + Send + 'static) -> Done {
+        Done { life, first: buffer.first, bytes: buffer.bytes.len(), back: Some(Box::new(back)) }
     }
 
     /// The number of the buffer's job.
     #[must_use]
     pub fn job(&self) -> u32 {
-        self.job
+        self.life.job
     }
 
     /// The work has ended: with the results, or with the reason why there are none.
@@ -58,19 +69,20 @@ impl Done {
 
     fn tell(&mut self, outcome: Result<Vec<u8>, String>) {
         let Some(back) = self.back.take() else { return };
-        let Done { job, epoch, first, .. } = *self;
+        let Done { life, first, bytes, .. } = *self;
+        let Life { job, epoch, .. } = life;
         if let Err(why) = &outcome {
             log::warn!(
                 "penstock: the work behind the buffer from block {first} of job {job}, epoch {epoch}, failed: {why}"
             );
         }
-        back(Ended { job, epoch, first, outcome });
+        back(Ended { life, first, bytes, outcome });
     }
 }
 
 impl fmt::Debug for Done {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Done { job, epoch, first, .. } = self;
+        let (Life { job, epoch, .. }, first) = (self.life, self.first);
         write!(f, "the outcome of the buffer from block {first} of job {job}, epoch {epoch}")
     }
 }

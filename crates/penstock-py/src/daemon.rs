@@ -1,11 +1,14 @@
 //! Aggregators and servers, for `penstock aggregator` and `penstock server`.
 
+use crate::endpoint::EndpointCall;
 use crate::setup_error;
-use penstock_node::{Config, NodeOption, Role};
+use penstock_engine::endpoint::{Kind, Memory, Reply};
+use penstock_node::{Config, NodeOption, Role, Streamed};
 use penstock_types::{Failure, FailureKind};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// A running aggregator or server; it ends when it is dropped.
@@ -37,6 +40,36 @@ impl Daemon {
         self.0.local_addr().to_string()
     }
 
+    /// Its jobs and their counters, as JSON. None: it does not answer.
+    fn jobs(&self, py: Python<'_>) -> Option<String> {
+        py.detach(|| self.0.jobs())
+    }
+
+    /// Takes a push or pull of "sums/NAME" (`penstock_node::Streamed`) from an endpoint's handlers, and answers it when it is time.
+    fn stream(&self, py: Python<'_>, call: &EndpointCall) {
+        let Some(mut asked) = call.take() else { return };
+        py.detach(|| {
+            let name = asked.name().split_once('/').map_or("", |(_, name)| name).to_owned();
+            let call = match (asked.kind(), asked.body().cloned()) {
+                (Kind::Pull, _) => Streamed::Pull(Box::new(move |outcome| {
+                    let reply = |bytes: Arc<Vec<u8>>| Reply::Lent {
+                        address: bytes.as_ptr(),
+                        len: bytes.len() as u64,
+                        keep: Box::new(bytes),
+                    };
+                    // SAFETY: nobody writes to the results, which `keep` keeps.
+                    unsafe { asked.answer(outcome.map(reply)) };
+                })),
+                (_, body) => Streamed::Push(
+                    Box::new(Body(body)),
+                    // SAFETY: nothing is lent.
+                    Box::new(move |outcome| unsafe { asked.answer(outcome.map(|()| Reply::Empty)) }),
+                ),
+            };
+            self.0.stream(&name, call);
+        });
+    }
+
     /// Asks the daemon to end; returns at once.
     fn drain(&self, py: Python<'_>) {
         py.detach(|| self.0.drain());
@@ -46,6 +79,15 @@ impl Daemon {
     fn wait(&self, py: Python<'_>, timeout_s: f64) -> bool {
         let timeout = Duration::try_from_secs_f64(timeout_s).unwrap_or_default();
         py.detach(|| self.0.wait(timeout))
+    }
+}
+
+/// What has come with a push.
+struct Body(Option<Arc<Memory>>);
+
+impl AsRef<[u8]> for Body {
+    fn as_ref(&self) -> &[u8] {
+        self.0.as_ref().map_or(&[], |memory| memory.bytes())
     }
 }
 

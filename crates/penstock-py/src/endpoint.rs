@@ -55,7 +55,7 @@ impl EndpointServer {
 
     /// Blocks without the GIL until there is a call for a handler. None: the server is closed.
     fn next(&self, py: Python<'_>) -> Option<EndpointCall> {
-        py.detach(|| self.0.next()).map(|asked| EndpointCall(Mutex::new(asked)))
+        py.detach(|| self.0.next()).map(|asked| EndpointCall(Mutex::new(Some(asked))))
     }
 
     /// Counters; None: the server is closed.
@@ -77,7 +77,7 @@ impl EndpointServer {
 
 /// A call for a handler.
 #[pyclass(frozen, module = "penstock._core")]
-pub(crate) struct EndpointCall(Mutex<Asked>);
+pub(crate) struct EndpointCall(Mutex<Option<Asked>>);
 
 #[pymethods]
 impl EndpointCall {
@@ -134,8 +134,13 @@ impl EndpointCall {
 }
 
 impl EndpointCall {
-    fn asked<R>(&self, act: impl FnOnce(&mut Asked) -> R) -> R {
-        act(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    /// The call itself, for somebody else to answer. `None`: somebody has it.
+    pub(crate) fn take(&self) -> Option<Asked> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn asked<R: Default>(&self, act: impl FnOnce(&mut Asked) -> R) -> R {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).as_mut().map(act).unwrap_or_default()
     }
 }
 

@@ -88,6 +88,8 @@ class Door:
             ) from None
         # Those that have not proved the secret, the oldest first.
         self._guests: dict[socket.socket, None] = {}
+        # All whose exchange has not ended.
+        self._inside: set[socket.socket] = set()
         self._turned_away, self._told = 0, -_TELL_EVERY_S
         self._threads = threading.BoundedSemaphore(2 * _MOST_GUESTS)
         self._thread = threading.Thread(target=self._listen, name="penstock-door", daemon=True)
@@ -115,6 +117,7 @@ class Door:
                     return
                 if guest is not None:
                     self._guests.pop(guest, None)
+                    self._inside.discard(guest)
                     guest.close()
                 self._threads.release()
                 log.debug("a client did not come in: %s", error)
@@ -125,6 +128,7 @@ class Door:
         nobody out."""
         guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._guests[guest] = None
+        self._inside.add(guest)
         if len(self._guests) > _MOST_GUESTS:
             oldest = next(iter(self._guests))
             self._guests.pop(oldest, None)
@@ -166,6 +170,7 @@ class Door:
             log.debug("a client did not come in: %s", error)
         finally:
             self._guests.pop(guest, None)
+            self._inside.discard(guest)
             self._threads.release()
 
 
@@ -180,7 +185,7 @@ def enter(address: Address, secret: bytes, message: dict[str, Any], until: float
     last: Exception | None = None
     while (left := until - time.monotonic()) > 0:
         try:
-            with socket.create_connection((address.host, address.port), min(left, _WITHIN_S)) as connection:
+            with _connect(address, min(left, _WITHIN_S)) as connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return _enter(connection, address, secret, message, min(until, time.monotonic() + _WITHIN_S))
         except PenstockError:
@@ -191,6 +196,33 @@ def enter(address: Address, secret: bytes, message: dict[str, Any], until: float
             last = error
             time.sleep(min(_AGAIN_S, max(0.0, until - time.monotonic())))
     raise Timeout(f"nobody answers at {address} ({last}). Does a process serve an endpoint there?")
+
+
+def _connect(address: Address, within_s: float) -> socket.socket:
+    """A connection to a server. Raises OSError: there is none in this time; UnicodeError: no host can have this name."""
+    until, found = time.monotonic() + within_s, list[Any]()
+
+    def look_up() -> None:
+        try:
+            found.extend(socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM))
+        except (OSError, UnicodeError) as error:
+            found.append(error)
+
+    # The system's look-up has no time-out, and may wait for a name server for a minute.
+    thread = threading.Thread(target=look_up, name="penstock-name", daemon=True)
+    thread.start()
+    thread.join(within_s)
+    if thread.is_alive():
+        raise OSError(f"the address of {address.host} was not found within {within_s:.1f} s: do name servers answer?")
+    last: Exception = OSError(f"{address.host} has no address")
+    for each in found:
+        if isinstance(each, Exception):
+            raise each
+        try:
+            return socket.create_connection(each[4][:2], max(until - time.monotonic(), _SHORTEST_S))
+        except OSError as error:
+            last = error
+    raise last
 
 
 def _enter(
@@ -270,9 +302,12 @@ class _Wire:
 
 
 def _after_fork() -> None:
-    """A forked child answers nobody: with its copy of the listener, clients would wait for the child when the server has died."""
+    """A forked child answers nobody: with its copies of the listener and of connections, clients would wait for the child when
+    the server has died."""
     for each in _open:
         each._listener.close()
+        for guest in list(each._inside):
+            guest.close()
 
 
 _open: weakref.WeakSet[Door] = weakref.WeakSet()
@@ -286,5 +321,6 @@ _MOST_BYTES = 8192
 _WITHIN_S = 5.0
 _MOST_GUESTS = 64
 _AGAIN_S = 0.05
+_SHORTEST_S = 0.01
 _ACCEPT_AGAIN_S = 0.1
 _TELL_EVERY_S = 60.0

@@ -37,7 +37,7 @@ from penstock.runtime.store import Keys, StoreError, base
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["Client", "Incoming", "Limits", "Server", "Work"]
+__all__ = ["Client", "Incoming", "Limits", "Server", "Whole", "Work"]
 
 log = logging.getLogger("penstock")
 
@@ -79,6 +79,16 @@ class Incoming:
 Handler = Callable[[Incoming], Any]
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A handler that gets the engine's call, and has it answered by somebody else, when it is time: its thread does not wait."""
+
+    take: Callable[[_core.EndpointCall], None]
+
+    def __call__(self, call: _core.EndpointCall) -> None:
+        self.take(call)
+
+
 class Server:
     """Serves requests, pushes and pulls under names; `penstock.endpoint.serve` makes it. A context manager that closes it.
 
@@ -94,7 +104,7 @@ class Server:
         rank: int,
         *,
         requests: Mapping[str, Handler],
-        pushes: Mapping[str, Handler],
+        pushes: Mapping[str, Handler | Whole],
         pulls: Mapping[str, Any],
         limits: Limits,
         threads: int,
@@ -105,7 +115,7 @@ class Server:
         _check_name(name)
         self.name = name
         settings = config.read()
-        self._handlers: dict[tuple[str, str], Handler] = {}
+        self._handlers: dict[tuple[str, str], Handler | Whole] = {}
         self._core = _core.EndpointServer(
             name,
             calls=limits.calls,
@@ -148,7 +158,8 @@ class Server:
         _alive.add(self)
 
     def on_request(self, name: str, handler: Handler) -> None:
-        """From now on serve requests of this name: the handler returns the reply, a buffer (see `Client.request`) or None."""
+        """From now on serve requests of this name: the handler returns the reply, a buffer (see `Client.request`) or None.
+        A name that ends with a slash stands for all that begin with it."""
         self._serve("request", name, handler)
 
     def on_push(self, name: str, handler: Handler) -> None:
@@ -239,16 +250,23 @@ class Server:
     def _handle(self, call: _core.EndpointCall) -> None:
         what = f"{call.kind} {call.name!r}"
         try:
+            handler = self._handler(call.kind, call.name)
+            if isinstance(handler, Whole):
+                return handler(call)
             urgent = call.priority + urgency.USUAL
-            reply = self._handlers[call.kind, call.name](
-                Incoming(call.client, call.who, call.name, array(call.body()), urgent)
-            )
+            reply = handler(Incoming(call.client, call.who, call.name, array(call.body()), urgent))
             if call.kind == "push" and reply is not None:
                 raise TypeError(f"the handler of a push returns None, and not {type(reply).__name__}")
             call.answer(*span(reply, f"the reply to {what}"))
         except BaseException as error:
             log.exception("endpoint %s: the handler of %s of %s has failed", self.name, what, call.who)
             call.fail(_told(error))
+
+    def _handler(self, kind: str, name: str) -> Handler | Whole:
+        """That of the name, or else of the longest beginning of it that ends with a slash."""
+        while (handler := self._handlers.get((kind, name))) is None:
+            name = name[: name.rstrip("/").rindex("/") + 1]
+        return handler
 
     def _accept(self) -> None:
         """Look for clients, and connect with them."""

@@ -13,9 +13,12 @@ __all__ = ["command"]
 
 @click.command()
 @options("server")
-def command(**given: Any) -> None:
+@click.option(
+    "--endpoint", metavar="ADDR:PORT", help="Also answer over streams there (needs a secret): jobs, pushes, pulls."
+)
+def command(endpoint: str | None, **given: Any) -> None:
     """Commit sums and return them to all workers: the end of in-network aggregation.
 
     Runs until SIGTERM or Ctrl-C, and then until no sum is half done. `penstock aggregator top ADDR` shows what one does.
     """
-    serve("server", given)
+    serve("server", given, endpoint=endpoint)

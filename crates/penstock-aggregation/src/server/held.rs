@@ -73,7 +73,7 @@ pub(super) struct Held {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Kept {
     block: Block,
-    bytes: Arc<[u8]>,
+    bytes: Arc<Vec<u8>>,
     place: Range<usize>,
 }
 
@@ -106,6 +106,11 @@ impl Held {
         self.sent
     }
 
+    /// The highest Ack that a node may have: while a result leaves for one node after the other, the first may have it.
+    pub(super) fn most_ack(&self) -> Serial {
+        self.sent.plus(u32::from(!self.to.is_empty()))
+    }
+
     /// The number of the next result.
     pub(super) fn next(&self) -> Serial {
         self.base.plus(self.results.len() as u32)
@@ -115,7 +120,7 @@ impl Held {
     fn accept(&mut self, block: Block, is_last: bool, sum: &[u8], block_bytes: usize) {
         if block.format == Format::Exponents {
             self.count += 1;
-            return self.keep(block, sum.into(), 0..block.length);
+            return self.keep(block, Arc::new(sum.to_vec()), 0..block.length);
         }
         if self.open.blocks.is_empty() && !self.is_too_long {
             self.open.first = block.seq;
@@ -161,7 +166,7 @@ impl Held {
         });
         match outcome {
             Ok(result) => {
-                let (result, mut start): (Arc<[u8]>, _) = (result.into(), 0);
+                let (result, mut start) = (Arc::new(result), 0);
                 for block in blocks {
                     self.keep(block, result.clone(), start..start + block.length);
                     start += block.length;
@@ -184,15 +189,16 @@ impl Held {
         }
         let text = if length == 0 { "?" } else { &why[..length] };
         let block = Block { seq: first, format: Format::Text, is_full: false, exponent: 0, length: text.len() };
-        self.keep(block, text.as_bytes().into(), 0..text.len());
+        self.keep(block, Arc::new(text.as_bytes().to_vec()), 0..text.len());
     }
 
-    fn keep(&mut self, block: Block, bytes: Arc<[u8]>, place: Range<usize>) {
+    fn keep(&mut self, block: Block, bytes: Arc<Vec<u8>>, place: Range<usize>) {
         self.results.push_back(Kept { block, bytes, place });
     }
 
     /// All workers have the results before `ack`.
     fn release(&mut self, ack: Serial) {
+        let ack = ack.oldest(self.sent);
         while ack.is_newer_than(self.base) && self.results.pop_front().is_some() {
             self.base = self.base.plus(1);
             self.count -= 1;
@@ -342,3 +348,7 @@ impl Held {
         (&self.results, self.base, self.sent).hash(state);
     }
 }
+
+#[cfg(test)]
+#[path = "held_tests.rs"]
+mod tests;

@@ -164,7 +164,7 @@ impl Server {
         }
     }
 
-    /// From now on it serves this.
+    /// From now on it serves this; under a name that ends with a slash, all names that begin with it.
     pub fn serve(&mut self, kind: Kind, name: &str) {
         self.served.insert((kind, name.to_owned()));
     }
@@ -172,6 +172,11 @@ impl Server {
     /// From now on it does not. Calls that it has accepted go on.
     pub fn withdraw(&mut self, kind: Kind, name: &str) {
         self.served.remove(&(kind, name.to_owned()));
+    }
+
+    pub(super) fn serves(&self, kind: Kind, name: &str) -> bool {
+        let begins = name.match_indices('/').map(|(at, _)| &name[..=at]);
+        begins.chain([name]).any(|name| self.served.contains(&(kind, name.to_owned())))
     }
 
     /// What to do next.
@@ -350,7 +355,7 @@ impl Server {
         let most = if kind == Kind::Push { limits.push } else { limits.request };
         let ends = if self.is_closing {
             Some((Outcome::Closing, CLOSED.to_owned()))
-        } else if !self.served.contains(&(kind, name.clone())) {
+        } else if !self.serves(kind, &name) {
             Some((Outcome::Unknown, self.unknown(kind, &name)))
         } else if body > most {
             Some((Outcome::TooLarge, format!("it has {body} bytes, and the server takes {most} of a {}", kind.name())))

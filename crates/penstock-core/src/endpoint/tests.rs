@@ -617,6 +617,26 @@ fn a_defective_server_is_a_fault() {
     }
 }
 
+/// A name that ends with a slash is served for all names that begin with it, of its kind, until it is withdrawn.
+#[test]
+fn names_below_a_slash() {
+    let mut server = Server::new(Limits { calls: 1, request: 1, push: 1, in_flight: 1 });
+    server.serve(Kind::Pull, "sums/");
+    server.serve(Kind::Pull, "sums/7/");
+    for (kind, name, is_served) in [
+        (Kind::Pull, "sums/7/1", true),
+        (Kind::Pull, "sums/", true),
+        (Kind::Pull, "sums/8", true),
+        (Kind::Pull, "sums", false),
+        (Kind::Pull, "other/sums/", false),
+        (Kind::Push, "sums/7/1", false),
+    ] {
+        assert_eq!(server.serves(kind, name), is_served, "{name}");
+    }
+    server.withdraw(Kind::Pull, "sums/");
+    assert!(server.serves(Kind::Pull, "sums/7/1") && !server.serves(Kind::Pull, "sums/8"));
+}
+
 /// A call may be withdrawn once: a client that repeats it would be answered each time.
 #[test]
 fn withdrawn_twice() {

@@ -1,11 +1,13 @@
 //! A server's shard.
 
 use super::{Command, Door, Known, Loss, Machine, Mailbox, Refused, Settings, UNAUTHENTICATED, job_of};
-use crate::admission::{Admitted, Common, RoleJob};
+use crate::admission::{Admitted, Kind, Listed, PENDING_BYTES, RoleJob};
 use crate::report::{HeldReport, JobReport, Report, ServerReport};
-use crate::work::{Done, Ended};
+use crate::streams::{Name, Stream, Streamed};
+use crate::work::{Done, Ended, Life};
 use penstock_aggregation::{
-    Buffer, Endpoint, HEADER_BYTES, Limits, Receipt, Refusal, Serial, Server, ServerConfig, Transmit, decode,
+    Buffer, Endpoint, HEADER_BYTES, Limits, Naming, Node, Receipt, Refusal, Serial, Server, ServerConfig, Transmit,
+    decode,
 };
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
 use penstock_types::Time;
@@ -19,6 +21,10 @@ pub(super) struct Serving {
     worker: Sender<(Buffer, Done)>,
     mailbox: Mailbox,
     jobs: HashMap<u32, Open>,
+    /// Epochs that were opened.
+    lives: u64,
+    /// Bytes of buffers that are worked on for epochs that are over: memory that no new job can have.
+    stray_bytes: usize,
     unauthenticated: [u64; Refusal::COUNT],
     loss: Loss,
     door: Door,
@@ -26,13 +32,20 @@ pub(super) struct Serving {
 
 struct Open {
     job: Admitted,
+    life: Life,
+    /// Bytes of buffers that are worked on.
+    lent_bytes: usize,
     server: Server,
+    /// Workers behind streams.
+    streams: Vec<Stream>,
     nodes: Vec<Known>,
     opened: Time,
     committed: u64,
     memory_bytes: usize,
     /// There may be something to send.
     stirred: bool,
+    /// It has had its turn, and has more to send than that.
+    has_more: bool,
     /// Packets were not sent to some nodes, which are not known to receive any and were not asked since.
     owes: bool,
     /// The node that was asked last.
@@ -46,6 +59,8 @@ impl Serving {
             worker,
             mailbox,
             jobs: HashMap::new(),
+            lives: 0,
+            stray_bytes: 0,
             unauthenticated: [0; Refusal::COUNT],
             loss: Loss::new(settings.drop, settings.shard),
             door: Door(settings.receipts),
@@ -107,6 +122,50 @@ impl Serving {
     }
 }
 
+impl Open {
+    fn timeouts(&self) -> impl Iterator<Item = Time> {
+        let soon = self.has_more.then_some(Time(0));
+        soon.into_iter().chain([self.server.poll_timeout()]).chain(self.streams.iter().map(Stream::poll_timeout))
+    }
+
+    /// Gives what workers behind streams say to the server. Returns whether there may be something to send.
+    fn pumped(&mut self, now: Time) -> bool {
+        for stream in &mut self.streams {
+            while let Some(packet) = stream.poll_transmit(now) {
+                let outcome = self.server.handle_packet(now, stream.endpoint, &packet);
+                let node = &mut self.nodes[stream.endpoint.0 as usize];
+                node.packets += 1;
+                node.bytes += packet.len() as u64;
+                match outcome {
+                    Ok(committed) => {
+                        node.counters.added += u64::from(packet.len() > HEADER_BYTES);
+                        self.committed += u64::from(committed.is_some());
+                    }
+                    Err(refusal) => node.counters.refused[refusal.index()] += 1,
+                }
+                self.stirred = true;
+            }
+        }
+        self.stirred
+    }
+}
+
+/// Packets of a job that are sent before others have their turn, and datagrams are received: a worker behind a stream has a whole buffer
+/// to say.
+const TURN: u32 = 256;
+
+/// The workers behind streams, and their names at the server.
+fn streams_of(config: &ServerConfig, nodes: &[Listed]) -> Vec<(Endpoint, u64)> {
+    let below = config.tree.children.iter().enumerate().filter_map(|(place, child)| match child {
+        Node::Worker(worker) if nodes[usize::from(*worker)].kind == Kind::Stream => {
+            let bit = if config.naming == Naming::Children { place } else { usize::from(*worker) };
+            Some((Endpoint(u32::from(*worker)), 1 << bit))
+        }
+        _ => None,
+    });
+    below.collect()
+}
+
 impl Machine for Serving {
     fn train(&mut self, now: Time, train: Train<'_>, outbox: &mut Outbox<'_>) {
         let mut asks = None;
@@ -126,7 +185,7 @@ impl Machine for Serving {
     }
 
     fn timeout(&self) -> Option<Time> {
-        self.jobs.values().map(|open| open.server.poll_timeout()).min()
+        self.jobs.values().flat_map(Open::timeouts).min()
     }
 
     fn send(&mut self, now: Time, socket: &mut Datagrams) {
@@ -136,19 +195,25 @@ impl Machine for Serving {
                 open.stirred = true;
             }
             while let Some(buffer) = open.server.poll_work() {
-                let Common { job, epoch, .. } = open.job.common;
                 let mailbox = self.mailbox.clone();
                 // A daemon that has ended needs no outcome.
                 let back = move |ended| {
                     mailbox.send(Command::Done(ended));
                 };
-                let done = Done::new(job, epoch, buffer.first, back);
+                let done = Done::new(open.life, &buffer, back);
+                open.lent_bytes += buffer.bytes.len();
                 // If its thread has ended, `done` is dropped, and says so.
                 let _ = self.worker.send((buffer, done));
             }
-            while open.stirred && !socket.is_blocked() {
+            let mut left = if open.streams.is_empty() { u32::MAX } else { TURN };
+            while open.pumped(now) && left > 0 && !socket.is_blocked() {
+                left -= 1;
                 match open.server.poll_transmit() {
                     Some(Transmit { to, header, payload }) => {
+                        if let Some(stream) = open.streams.iter_mut().find(|stream| stream.endpoint == to) {
+                            stream.handle_packet(now, &[&header[..], payload].concat());
+                            continue;
+                        }
                         let node = &mut open.nodes[to.0 as usize];
                         if node.receives {
                             let seq = u32::from_be_bytes(header[12..16].try_into().expect("4 bytes"));
@@ -160,6 +225,7 @@ impl Machine for Serving {
                     None => open.stirred = false,
                 }
             }
+            open.has_more = left == 0;
         }
     }
 
@@ -183,7 +249,10 @@ impl Machine for Serving {
             heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
             idle_every: ServerConfig::IDLE_EVERY,
         };
-        let memory_bytes = config.memory_bytes();
+        // What workers behind streams have pushed and not pulled: a buffer's blocks until they are accepted, and its results.
+        let kept = held_blocks.map_or(0, |blocks| blocks as usize * common.block_bytes).max(PENDING_BYTES as usize);
+        let names = streams_of(&config, &job.nodes);
+        let memory_bytes = config.memory_bytes().saturating_add(names.len().saturating_mul(2 * kept));
         let others = || self.jobs.values().filter(|open| open.job.common.job != common.job);
         let conflict = |message: String| Err(Refused::Conflict(message));
         if others().count() >= self.limits.jobs {
@@ -193,22 +262,37 @@ impl Machine for Serving {
         if slots > free {
             return conflict(format!("{slots} slots are needed, {free} are free: use a smaller window"));
         }
-        let free = self.limits.memory_bytes.saturating_sub(others().map(|open| open.memory_bytes).sum());
+        // Those of this job's epoch before will be strays, too.
+        let lent = self.jobs.get(&common.job).map_or(0, |before| before.lent_bytes);
+        let strays = self.stray_bytes + lent;
+        let used = others().map(|open| open.memory_bytes).sum::<usize>().saturating_add(strays);
+        let free = self.limits.memory_bytes.saturating_sub(used);
         if memory_bytes > free {
+            let worked_on = match strays {
+                0 => String::new(),
+                bytes => format!(" ({bytes} are still worked on for epochs that are over)"),
+            };
             return conflict(format!(
-                "{memory_bytes} bytes are needed, {free} are free: use a smaller window, smaller blocks or smaller pending_bytes, or \
-                 give the server more --memory"
+                "{memory_bytes} bytes are needed, {free} are free{worked_on}: use a smaller window, smaller blocks or smaller \
+                 pending_bytes, or give the server more --memory"
             ));
         }
         // The epoch before is removed first, so that both never need memory together.
-        self.jobs.remove(&common.job);
+        self.close(job.common.job);
+        let common = &job.common;
+        let life = Life { job: common.job, epoch: common.epoch, number: self.lives };
+        self.lives += 1;
         let open = Open {
+            life,
+            lent_bytes: 0,
             server: Server::new(now, config),
+            streams: names.iter().map(|(at, name)| Stream::new(now, common, *at, *name, kept)).collect(),
             nodes: Known::all(&job, self.door.is_open()),
             opened: now,
             committed: 0,
             memory_bytes,
             stirred: true,
+            has_more: false,
             owes: false,
             asked: 0,
             job,
@@ -218,13 +302,38 @@ impl Machine for Serving {
     }
 
     fn close(&mut self, job: u32) {
-        self.jobs.remove(&job);
+        let Some(open) = self.jobs.remove(&job) else { return };
+        self.stray_bytes += open.lent_bytes;
+        let why = format!("epoch {} of job {job} is over", open.life.epoch);
+        open.streams.into_iter().for_each(|stream| stream.close(&why));
     }
 
-    fn done(&mut self, now: Time, Ended { job, epoch, first, outcome }: Ended) {
-        // The job may be closed, or in its next epoch.
-        if let Some(open) = self.jobs.get_mut(&job).filter(|open| open.job.common.epoch == epoch) {
-            open.stirred |= open.server.done(now, first, outcome);
+    fn stream(&mut self, now: Time, text: &str, call: Streamed) {
+        let name = match Name::parse(text, matches!(call, Streamed::Push(..))) {
+            Ok(name) => name,
+            Err(why) => return call.refuse(why),
+        };
+        let Some(open) = self.jobs.get_mut(&name.job).filter(|open| open.life.epoch == name.epoch) else {
+            return call.refuse(format!("epoch {} of job {} is not open here", name.epoch, name.job));
+        };
+        let endpoint = Endpoint(u32::from(name.worker));
+        match open.streams.iter_mut().find(|stream| stream.endpoint == endpoint) {
+            None => call.refuse(format!("worker {} of job {} does not push over a stream", name.worker, name.job)),
+            Some(stream) => {
+                stream.ask(name, call);
+                open.nodes[usize::from(name.worker)].heard = Some(now);
+            }
+        }
+    }
+
+    fn done(&mut self, now: Time, Ended { life, first, bytes, outcome }: Ended) {
+        match self.jobs.get_mut(&life.job).filter(|open| open.life == life) {
+            Some(open) => {
+                open.lent_bytes -= bytes;
+                open.stirred |= open.server.done(now, first, outcome);
+            }
+            // The job is closed, or in a later epoch.
+            None => self.stray_bytes -= bytes,
         }
     }
 

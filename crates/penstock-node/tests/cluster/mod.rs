@@ -102,6 +102,10 @@ pub(crate) struct Job {
     pub(crate) names_workers: bool,
     /// Every seventh block is not finite, and travels as floats ([`Route::Full`]).
     pub(crate) infinite: bool,
+    /// Of every block.
+    pub(crate) exponent: i16,
+    /// Workers behind streams, numbered after the others.
+    pub(crate) streams: usize,
     pub(crate) tree: Vec<Branch>,
 }
 
@@ -124,6 +128,8 @@ impl Job {
             patient: true,
             names_workers: false,
             infinite: false,
+            exponent: -7,
+            streams: 0,
             tree: vec![Branch::Rack(0, (0..workers).map(Branch::Worker).collect())],
         }
     }
@@ -139,7 +145,7 @@ impl Job {
 
     /// The block of a worker, the last ones shorter. Values that show where a wrong byte came from, and for whose sum the order
     /// matters.
-    fn block(&self, worker: usize, block: u32) -> Vec<u8> {
+    pub(crate) fn block(&self, worker: usize, block: u32) -> Vec<u8> {
         let width = self.format_of(block).element_bytes();
         let length = if block % 7 == 6 { self.block_bytes / 2 / width * width } else { self.block_bytes };
         let mut state = (u64::from(self.number) << 40) ^ ((worker as u64) << 32) ^ u64::from(block);
@@ -165,7 +171,7 @@ impl Job {
     }
 
     /// What all workers must get: the undisturbed sum, in the order of the tree.
-    fn expected(&self, block: u32) -> Vec<u8> {
+    pub(crate) fn expected(&self, block: u32) -> Vec<u8> {
         self.sum(&self.tree, block)
     }
 
@@ -207,7 +213,7 @@ impl Job {
     }
 
     /// The blocks of the buffer that begins with this one.
-    fn buffer_from(&self, first: u32) -> std::ops::Range<u32> {
+    pub(crate) fn buffer_from(&self, first: u32) -> std::ops::Range<u32> {
         let blocks = self.buffers.expect("results come apart").0;
         first..self.blocks.min(first + blocks)
     }
@@ -262,7 +268,8 @@ impl Cluster {
 
     /// Opens the job at all nodes.
     pub(crate) fn open(&self, job: &Job) {
-        let workers: Vec<String> = self.sockets.iter().map(|socket| socket.local_addr().to_string()).collect();
+        let mut workers: Vec<String> = self.sockets.iter().map(|socket| socket.local_addr().to_string()).collect();
+        workers.extend((0..job.streams).map(|_| "stream".into()));
         let mut body = job.common();
         body["tree"] = job.tree.iter().map(|branch| self.tree(branch)).collect();
         body["workers"] = json!(workers);
@@ -441,7 +448,7 @@ impl Cluster {
                             }
                             assert_eq!(
                                 (format, exponent),
-                                (job.format_of(block), -7),
+                                (job.format_of(block), job.exponent),
                                 "block {block} of worker {number}"
                             );
                             assert_eq!(payload, expected[block as usize], "block {block} of worker {number}");
@@ -466,7 +473,7 @@ impl Cluster {
                 while let Some(Outbound { to, header }) = worker.poll_transmit(now()) {
                     let (format, exponent, block) = if header.kind == Kind::Push {
                         let block = header.seq.ahead_of(Serial(job.start)) as u32;
-                        (job.format_of(block), -7, &blocks[number][block as usize][..])
+                        (job.format_of(block), job.exponent, &blocks[number][block as usize][..])
                     } else {
                         (Format::None, 0, &[][..])
                     };

@@ -71,3 +71,35 @@ fn each_result_travels_once() {
         assert!((data..data + data / 4).contains(&outcome.packets), "{} packets for {data}", outcome.packets);
     }
 }
+
+/// An aggregator that has restarted, and has not heard all children, requests nothing that would say an Ack for them. Where results come
+/// apart a block's SeqNum tells nothing of what workers have pulled: if it asked all the same, with a number that it guessed from the
+/// SeqNum, the server would forget results that a worker still lacks, and this worker would ask for them for ever: so does seed 320.
+/// (`an_aggregator_that_does_not_know_asks_nothing` in `penstock-aggregation` has the shortest such run.)
+#[test]
+fn restarts_while_results_are_late() {
+    let (mut restarts, mut results) = (0, 0);
+    for seed in 300..400 {
+        let window = [1, 2, 4, 8][seed as usize % 4];
+        let longest = [0, MILLISECOND, 4 * MILLISECOND][seed as usize / 4 % 3];
+        let held = Some(Held { limit: 4 * window + 8, longest, fails: false });
+        let faults: Vec<_> = (1..60)
+            .map(|turn| (40 * turn + seed % 40, Fault::Restart { aggregator: 0, down: MILLISECOND / 5 }))
+            .collect();
+        restarts += faults.len();
+        let scenario = Scenario {
+            seed,
+            held,
+            window,
+            blocks: 40,
+            operation: 1,
+            queued: 16,
+            loss: 0.2,
+            faults,
+            ..quiet(Shape::Star, 3)
+        };
+        results += check(&scenario).results;
+    }
+    println!("{results} results, up to {restarts} restarts");
+    assert_eq!(results, 100 * 40 * 3);
+}

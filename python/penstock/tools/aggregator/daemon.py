@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from penstock import _core
+
+if TYPE_CHECKING:
+    from penstock.runtime.config import Settings
+    from penstock.runtime.endpoints import Server
 
 __all__ = ["options", "parse_address", "serve"]
 
@@ -35,12 +40,13 @@ def options(role: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return declare
 
 
-def serve(role: str, given: dict[str, Any]) -> None:
+def serve(role: str, given: dict[str, Any], *, endpoint: str | None = None) -> None:
     """Runs a daemon until a signal has ended it; a second signal ends it at once, with 1.
 
     Args:
         role: "aggregator" or "server".
         given: what click has read of :func:`options`.
+        endpoint: "host:port" where a server also answers over streams.
 
     Raises click's errors where an option cannot be, or the address cannot be had.
     """
@@ -62,6 +68,7 @@ def serve(role: str, given: dict[str, Any]) -> None:
         _core.init_logging(settings.log if "PENSTOCK_LOG" in os.environ else "info")
         said = {name: "" if text is True else text for name, text in texts.items() if text not in (None, False)}
         daemon = _core.Daemon(role, said, secret=secret)
+        streams = None if endpoint is None else _answer(daemon, endpoint, settings, texts["secret-file"])
     except errors.Config as error:
         raise click.ClickException(str(error)) from None
     signals = 0
@@ -79,9 +86,41 @@ def serve(role: str, given: dict[str, Any]) -> None:
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, ask)
     click.echo(f"penstock {role} on {daemon.address}")
-    while not daemon.wait(_LOOK_S):
-        if signals > 1:
-            raise SystemExit(1)
+    try:
+        while not daemon.wait(_LOOK_S):
+            if signals > 1:
+                raise SystemExit(1)
+    finally:
+        if streams is not None:
+            streams.close(_CLOSE_S)
+
+
+def _answer(daemon: _core.Daemon, at: str, settings: Settings, secret_file: str | None) -> Server:
+    """The endpoint of a server (docs/reference/aggregator.md, "Over streams"). Raises: penstock.errors.Config."""
+    from penstock.errors import PenstockError
+    from penstock.runtime.door import Address
+    from penstock.runtime.endpoints import Incoming, Limits, Server, Whole
+
+    def jobs(_: Incoming) -> bytes:
+        if (found := daemon.jobs()) is None:
+            raise PenstockError("a shard does not answer")
+        return found.encode()
+
+    if secret_file is not None:
+        settings = dataclasses.replace(settings, secret="", secret_file=secret_file)
+    sums = {"sums/": Whole(daemon.stream)}
+    secret = settings.job_secret()
+    return Server(
+        "server",
+        Address.parse(at),
+        0,
+        requests={"jobs": jobs},
+        pushes=sums,
+        pulls=sums,
+        limits=Limits(),
+        threads=1,
+        secret=secret,
+    )
 
 
 _cluster = click.option("--cluster", metavar="FILE", help="A cluster file, which has the address in place of --listen.")
@@ -144,5 +183,7 @@ class _Value(click.ParamType):
         return value
 
 
+# How long clients may take to leave.
+_CLOSE_S = 2.0
 # How long a signal may go unnoticed: Python runs its handlers between calls.
 _LOOK_S = 0.1

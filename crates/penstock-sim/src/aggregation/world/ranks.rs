@@ -136,7 +136,8 @@ impl World<'_> {
                 fingerprint: u128::from(operation),
                 ready: true,
                 started: self.now,
-                timeout: LIMIT,
+                // Later than a run is given up for stuck: the machine leaves it to its driver to end what is late.
+                timeout: 4 * LIMIT,
             };
             // SAFETY: `tensors` keeps it, and nobody looks at it before the core has given the operation back.
             unsafe { rank.core.submit(all_reduce, slice::from_ref(&(0..all_reduce.bytes))) };

@@ -1,0 +1,206 @@
+"""Proves that an aggregation server answers over streams as well as by datagrams: jobs, pushes and pulls, exact to the bit, over
+TCP and memory, while clients and the server are killed between push and pull."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import daemons
+import ranks
+from penstock import endpoint, errors
+from penstock.cluster import jobs
+
+_SECRET = "of server and workers"
+_ALONE = {"MASTER_ADDR": None, "MASTER_PORT": None, "RANK": None, "WORLD_SIZE": None}
+_WORKERS = 3
+
+
+def _server() -> tuple[daemons.Daemon, str]:
+    """A server, and the address of its endpoint."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        at = f"127.0.0.1:{found.getsockname()[1]}"
+    return daemons.Daemon("server", "--endpoint", at, env={"PENSTOCK_SECRET": _SECRET}), at
+
+
+def _open(address: str, **changes: Any) -> None:
+    """Open job 7 for workers behind streams."""
+    body = {
+        "epoch": 1,
+        "key": "000102030405060708090a0b0c0d0e0f",
+        "window": 16,
+        "block_bytes": 1024,
+        "floats": True,
+        "start": 2**32 - 30,
+        "names": "children",
+        "done": "buffer",
+        "tree": [{"worker": worker} for worker in range(_WORKERS)],
+        "workers": ["stream"] * _WORKERS,
+        **changes,
+    }
+    if body["done"] == "block":
+        body.pop("pending_bytes", None)
+    data = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
+    status, _ = jobs._request("PUT", address, "/jobs/7", data, _SECRET.encode(), time.monotonic() + 20)
+    assert status == 201
+
+
+def _part(worker: int, number: int, elements: int = 40_001) -> np.ndarray:
+    """What a worker pushes: values for whose sum the order matters."""
+    draw = np.random.default_rng((worker, number))
+    return (draw.standard_normal(elements) * 10.0 ** draw.integers(-3, 6, elements)).astype(np.float32)
+
+
+def _sum(number: int) -> np.ndarray:
+    total = _part(0, number)
+    for worker in range(1, _WORKERS):
+        total = total + _part(worker, number)
+    return total
+
+
+def _connect(at: str) -> endpoint.Client:
+    return endpoint.connect("server", address=at, secret=_SECRET, timeout_s=30, call_timeout_s=60)
+
+
+@pytest.mark.parametrize("done", ["buffer", "block"])
+@pytest.mark.parametrize("medium", [{"PENSTOCK_SHM": "0"}, {}], ids=["tcp", "memory"])
+def test_sums_over_streams(medium: dict[str, str], done: str) -> None:
+    """Three workers push and pull buffers, some of them at once: every sum has the bits of the sum in the tree's order, and no
+    datagram has come."""
+    server, at = _server()
+    with server:
+        _open(server.address, done=done)
+        of_rank = {rank: {"WHO": str(rank)} for rank in range(_WORKERS)}
+        ranks.run(_sums, count=_WORKERS, env={**_ALONE, **medium}, env_of_rank=of_rank, args=(at,))
+        counted = server.get("/jobs")
+        assert counted["socket"]["received"] == 0
+        [job] = counted["jobs"]
+        assert [node["node"] for node in job["nodes"]] == ["stream"] * _WORKERS
+        assert job["committed"] == 12 * -(-40_001 * 4 // 1024)
+        if done == "buffer":
+            assert job["unfinished"] == 0
+            _lets_go(server)
+
+
+def _sums(at: str) -> None:
+    who = int(os.environ["WHO"])
+    name = f"sums/7/1/{who}"
+    with _connect(at) as client:
+        for first in range(0, 12, 4):
+            several = range(first, first + 4)
+            # The later ones are asked for first, and before they are pushed. The first pull lets go of those before these.
+            pulls = [(number, client.pull(f"{name}/{number}/{first}")) for number in reversed(several)]
+            pushes = [client.push(f"{name}/{number}/f32", _part(who, number)) for number in several]
+            for push in pushes:
+                push.wait()
+            for number, pull in pulls:
+                assert pull.wait().tobytes() == _sum(number).tobytes(), f"buffer {number}"
+        told = json.loads(bytes(client.request("jobs").wait()))
+        assert [job["job"] for job in told["jobs"]] == [7]
+        for ask, why in [
+            (lambda: client.pull(f"{name}/0"), "has said that it has the results before 8"),
+            (lambda: client.pull(f"{name}/9000"), "is too far ahead: 8 to 4103 are here at a time"),
+            (lambda: client.push(f"{name}/9000/f32", _part(who, 13)), "is too far ahead"),
+            (lambda: client.push(f"{name}/11/f32", _part(who, 11, 400)), "was pushed already, with 160004 bytes"),
+            (lambda: client.push(f"{name}/12/f64", _part(who, 12)), "names no buffer"),
+            (lambda: client.push(f"{name}/12/f32", b"odd"), "no whole number of elements"),
+            (lambda: client.push("sums/7/2/0/12/f32", _part(who, 12)), "epoch 2 of job 7 is not open"),
+            (lambda: client.push("sums/7/1/9/12/f32", _part(who, 12)), "worker 9 of job 7 does not push over a stream"),
+            (lambda: client.push(f"{name}/12/f32", np.zeros(20 << 20, np.float32)), "larger pending_bytes"),
+        ]:
+            with pytest.raises(errors.HandlerFailed, match=why):
+                ask().wait()
+        with pytest.raises(errors.Config, match="it serves no pull"):
+            client.pull("other").wait()
+
+
+def test_workers_killed_between_push_and_pull() -> None:
+    """A worker is killed with -9 after its push and before its pull; another process goes on in its place, repeats the push, of
+    which it does not know whether it has come, and pulls the same result. The others notice nothing."""
+    server, at = _server()
+    with server:
+        _open(server.address)
+        of_rank = {rank: {"WHO": str(rank)} for rank in range(_WORKERS + 1)}
+        with ranks.Ranks(_killed, count=_WORKERS + 1, env=_ALONE, env_of_rank=of_rank, args=(at,)) as job:
+            job.await_note("pushed", of=[1], deadline_s=40)
+            job.signal(1, signal.SIGKILL)
+            outcomes = job.outcomes(of=[0, 2, 3], timeout_s=60)
+        assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+        _lets_go(server)
+
+
+def _lets_go(server: daemons.Daemon) -> None:
+    """The server hears within a heartbeat that all workers have all results, and keeps none."""
+    deadline = time.monotonic() + 20
+    while server.get("/jobs")["jobs"][0]["held_bytes"] > 0:
+        assert time.monotonic() < deadline
+
+
+def _killed(at: str) -> None:
+    who = int(os.environ["WHO"])
+    worker = 1 if who == 3 else who
+    name = f"sums/7/1/{worker}"
+    with _connect(at) as client:
+        if who == 1:
+            client.push(f"{name}/0/f32", _part(1, 0)).wait()
+            ranks.note("pushed")
+            signal.pause()
+        if who == 3:
+            # Until the one before has pushed and died: it has, when the others' sum is there.
+            while json.loads(bytes(client.request("jobs").wait()))["jobs"][0]["committed"] < 157:
+                time.sleep(0.01)
+        for number in range(3):
+            client.push(f"{name}/{number}/f32", _part(worker, number)).wait()
+            for _ in range(2):  # whoever does not know whether a pull has come pulls again
+                assert client.pull(f"{name}/{number}/{number}").wait().tobytes() == _sum(number).tobytes()
+
+
+def test_server_killed_between_push_and_pull() -> None:
+    """The server is killed with -9 while workers wait for the result of what they have pushed: each is told that the server is
+    gone, and a new server's new epoch begins anew."""
+    server, at = _server()
+    with server:
+        _open(server.address)
+        of_rank = {rank: {"WHO": str(rank)} for rank in range(_WORKERS)}
+        with ranks.Ranks(_orphaned, count=_WORKERS, env=_ALONE, env_of_rank=of_rank, args=(at,)) as job:
+            job.await_note("waits", deadline_s=40)
+            server.kill()
+            job.await_note("told", deadline_s=40)
+            server.start()
+            _open(server.address, epoch=2)
+            outcomes = job.outcomes(timeout_s=60)
+        assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+
+
+def _orphaned(at: str) -> None:
+    who = int(os.environ["WHO"])
+    client = _connect(at)
+    client.push(f"sums/7/1/{who}/0/f32", _part(who, 0)).wait()
+    assert client.pull(f"sums/7/1/{who}/0").wait().tobytes() == _sum(0).tobytes()
+    # Worker 0 pushes no second buffer, so nobody gets its sum.
+    waiting = []
+    if who != 0:
+        waiting = [client.push(f"sums/7/1/{who}/1/f32", _part(who, 1)), client.pull(f"sums/7/1/{who}/1")]
+    client.request("jobs").wait()
+    ranks.note("waits")
+    for work in waiting:
+        with pytest.raises(errors.PeerLost):
+            work.wait()
+    with pytest.raises(errors.PeerLost):
+        while True:
+            client.request("jobs").wait()
+    client.close()
+    ranks.note("told")
+    with _connect(at) as client:
+        deadline = time.monotonic() + 30
+        while not json.loads(bytes(client.request("jobs").wait()))["jobs"]:
+            assert time.monotonic() < deadline
+        client.push(f"sums/7/2/{who}/0/f32", _part(who, 5)).wait()
+        assert client.pull(f"sums/7/2/{who}/0").wait().tobytes() == _sum(5).tobytes()
