@@ -27,7 +27,7 @@ from penstock.errors import Config as ConfigError
 
 log = logging.getLogger("penstock")
 
-__all__ = ["Aggregator", "Deployment", "Server", "chosen", "init", "load", "parse"]
+__all__ = ["Aggregator", "Deployment", "Server", "chosen", "init", "load", "named_in", "parse"]
 
 
 @dataclass(frozen=True)
@@ -225,6 +225,19 @@ def parse(text: str, name: str, folder: str = os.curdir) -> Deployment:
             the key, and what is allowed.
     """
     return _parse(text, name, folder)[0]
+
+
+def named_in(text: str, name: str) -> tuple[str | None, str | None]:
+    """The cluster file and the job that a deployment names; None for what it does not name.
+
+    Raises:
+        penstock.errors.Config: it is no deployment.
+    """
+    top = places.compose(text, name, "the deployment").mapping(("version", "aggregated"), ("cluster", "job"))
+    return (
+        top["cluster"].text("the path of a cluster file") if "cluster" in top else None,
+        top["job"].name_of() if "job" in top else None,
+    )
 
 
 def _parse(text: str, name: str, folder: str) -> tuple[Deployment, int]:
