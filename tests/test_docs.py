@@ -212,6 +212,12 @@ RUN_BY = {
     "test_links.py::test_a_testbeds_links_are_measured_and_planned": [
         "torchrun --nnodes 3 --nproc-per-node 1 --rdzv-endpoint h0:29400 -m penstock doctor --links -o cluster.yaml --server 2",
     ],
+    "test_planning_watch.py::test_events_from_standard_input": [
+        "penstock plan watch deployment.yaml -o next.yaml < events",
+    ],
+    "test_planning_watch.py::test_a_job_moves_from_a_link_that_others_fill": [
+        "penstock plan watch deployment.yaml --name lab -o next.yaml",
+    ],
     "test_planning_commands.py::test_all_jobs": ["penstock plan cluster.yaml --all-jobs joint -o plans"],
     "test_planning_commands.py::test_at_least": ["penstock plan cluster.yaml --at-least '300 Mbit/s'"],
     "test_planning_commands.py::test_explain": [

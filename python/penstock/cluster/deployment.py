@@ -27,7 +27,7 @@ from penstock.errors import Config as ConfigError
 
 log = logging.getLogger("penstock")
 
-__all__ = ["Aggregator", "Deployment", "Server", "chosen", "init", "load", "named_in", "parse"]
+__all__ = ["Aggregator", "Deployment", "Server", "chosen", "init", "load", "named_in", "parse", "use"]
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,12 @@ def init(*, deployment: str | os.PathLike[str] | Mapping[str, Any] | None = None
     else:
         path = os.fspath(deployment)
         _given = (load(path, f"penstock.init(deployment={path!r})"), path)
+
+
+def use(text: str | None, name: str | None) -> None:
+    """As `init`, of a deployment that `load` has read; None: the setting counts again."""
+    global _given
+    _given = None if text is None or name is None else (text, name)
 
 
 def chosen(setting: str) -> tuple[str, str] | None:

@@ -22,7 +22,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     group = group_of(options["deployment"])
     # It measures round trips, and opens the jobs whose ports the routes of flows need.
-    _all_reduce(group, options["elements"], 0)
+    _all_reduce(group, max(options["elements"] // 8, 1 << 18), 0)
     _ordered(options["state"], "begin")
     seconds = [_all_reduce(group, options["elements"], turn) for turn in range(options["operations"])]
     _ordered(options["state"], "end")

@@ -51,9 +51,9 @@ __all__ = ["Row", "command", "example", "fat_tree", "measure", "page", "tables"]
 @click.option("--large/--no-large", default=True, show_default=True, help="Also time the largest problems.")
 @click.option("--testbed", is_flag=True, help="Instead run plans on emulated hosts, and compare loads; needs root.")
 @click.option(
-    "--mebibytes", type=click.IntRange(1), default=48, show_default=True, help="Of a gradient, with --testbed."
+    "--mebibytes", type=click.IntRange(1), default=128, show_default=True, help="Of a gradient, with --testbed."
 )
-@click.option("--operations", type=click.IntRange(1), default=4, show_default=True, help="All-reduces, with --testbed.")
+@click.option("--operations", type=click.IntRange(1), default=3, show_default=True, help="All-reduces, with --testbed.")
 @files("Write the figures to this file.")
 def command(
     seeds: int,
@@ -70,7 +70,7 @@ def command(
     """Plan the networks of the paper InArt, and compare: a fat-tree of 54 hosts, and figure 1.
 
     All is computed, on one core; with the defaults it takes about ten minutes. With --testbed two small networks are emulated and
-    carry their plans out, which takes two. See docs/design/planner.md.
+    carry their plans out, which takes five. See docs/design/planner.md.
     """
     need("penstock bench plan", "scipy")
     check_files(json_path=json_path, report_path=report_path)
