@@ -213,7 +213,7 @@ RUN_BY = {
         "torchrun --nnodes 3 --nproc-per-node 1 --rdzv-endpoint h0:29400 -m penstock doctor --links -o cluster.yaml --server 2",
     ],
     "test_planning_watch.py::test_events_from_standard_input": [
-        "penstock plan watch deployment.yaml -o next.yaml < events",
+        "penstock plan watch deployment.yaml -o next.yaml",
     ],
     "test_planning_watch.py::test_a_job_moves_from_a_link_that_others_fill": [
         "penstock plan watch deployment.yaml --name lab -o next.yaml",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch.distributed as dist
 
-from penstock.cluster import deployment as deployments
 from penstock.errors import Config as ConfigError
+from penstock.runtime import groups
 from penstock.torch import backend
 
 __all__ = ["switched"]
@@ -40,18 +39,12 @@ def switched(group: Any, deployment: str) -> Any:
     told: list[str | None] = [None]
     if dist.get_rank(group) == 0:
         # A file that is not whole yet is read at the next step.
-        with contextlib.suppress(ConfigError):
-            text = deployments.load(deployment, f"switched(deployment={deployment!r})")
-            told = [text if text != now else None]
+        text = groups.read_deployment(deployment, f"switched(deployment={deployment!r})")
+        told = [text if text != now else None]
     dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
     if told[0] is None:
         return group
-    before = deployments.chosen("")
-    try:
-        deployments.use(told[0], deployment)
+    with groups.using(told[0], deployment):
         fresh = dist.new_group(backend="penstock")
-    except BaseException:
-        deployments.use(*(before or (None, None)))
-        raise
     dist.destroy_process_group(group)
     return fresh

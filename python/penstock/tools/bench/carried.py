@@ -61,15 +61,15 @@ class Ran:
 
 
 def unequal_servers() -> Cluster:
-    """Servers behind 120 and 80 Mbit/s, so that their best parts are 3/5 and 2/5: 100 Mbit/s a worker, 80 with equal parts. The
+    """Servers behind 60 and 40 Mbit/s, so that their best parts are 3/5 and 2/5: 50 Mbit/s a worker, 40 with equal parts. The
     first spine's links are too slow for what goes to the faster server, and are enough for what goes to the other."""
-    return _two_leaves({"s0": 120, "s1": 80, "a0": 800, "a1": 800}, (50, 80))
+    return _two_leaves({"s0": 60, "s1": 40, "a0": 400, "a1": 400}, (25, 40))
 
 
 def slow_aggregators() -> Cluster:
-    """Servers behind 180 Mbit/s, aggregators behind 240: each sums one server's part of its rack's gradients, and for the other
-    server its rack's workers send straight. 96 Mbit/s a worker, and 60 without aggregators."""
-    return _two_leaves({"s0": 180, "s1": 180, "a0": 240, "a1": 240}, (120, 120))
+    """Servers behind 90 Mbit/s, aggregators behind 120: each sums one server's part of its rack's gradients, and for the other
+    server its rack's workers send straight. 48 Mbit/s a worker, and 30 without aggregators."""
+    return _two_leaves({"s0": 90, "s1": 90, "a0": 120, "a1": 120}, (60, 60))
 
 
 def _two_leaves(rates: dict[str, int], spines: tuple[int, int]) -> Cluster:
@@ -78,7 +78,7 @@ def _two_leaves(rates: dict[str, int], spines: tuple[int, int]) -> Cluster:
     Queues hold what is on its way, 256 blocks of each worker for each server: these figures are about rates, and not about
     what is sent again.
     """
-    cluster = generate.leaf_spine(2, 2, 3, servers=2, rate_bit_s=200 * _MBIT, mtu=9000, queue_bytes=QUEUE_BYTES)
+    cluster = generate.leaf_spine(2, 2, 3, servers=2, rate_bit_s=100 * _MBIT, mtu=9000, queue_bytes=QUEUE_BYTES)
     rates |= {f"leaf{leaf}-spine{spine}": rate for leaf in (0, 1) for spine, rate in enumerate(spines)}
     for link, rate in rates.items():
         cluster = cluster.with_link(link, rate_bit_s=rate * _MBIT)

@@ -51,7 +51,7 @@ __all__ = ["Row", "command", "example", "fat_tree", "measure", "page", "tables"]
 @click.option("--large/--no-large", default=True, show_default=True, help="Also time the largest problems.")
 @click.option("--testbed", is_flag=True, help="Instead run plans on emulated hosts, and compare loads; needs root.")
 @click.option(
-    "--mebibytes", type=click.IntRange(1), default=128, show_default=True, help="Of a gradient, with --testbed."
+    "--mebibytes", type=click.IntRange(1), default=64, show_default=True, help="Of a gradient, with --testbed."
 )
 @click.option("--operations", type=click.IntRange(1), default=3, show_default=True, help="All-reduces, with --testbed.")
 @files("Write the figures to this file.")
