@@ -209,6 +209,15 @@ RUN_BY = {
         "penstock plan cluster.yaml",
         "penstock plan cluster.yaml -o deployment.yaml",
     ],
+    "test_links.py::test_a_testbeds_links_are_measured_and_planned": [
+        "torchrun --nnodes 3 --nproc-per-node 1 --rdzv-endpoint h0:29400 -m penstock doctor --links -o cluster.yaml --server 2",
+    ],
+    "test_planning_watch.py::test_events_from_standard_input": [
+        "penstock plan watch deployment.yaml -o next.yaml",
+    ],
+    "test_planning_watch.py::test_a_job_moves_from_a_link_that_others_fill": [
+        "penstock plan watch deployment.yaml --name lab -o next.yaml",
+    ],
     "test_planning_commands.py::test_all_jobs": ["penstock plan cluster.yaml --all-jobs joint -o plans"],
     "test_planning_commands.py::test_at_least": ["penstock plan cluster.yaml --at-least '300 Mbit/s'"],
     "test_planning_commands.py::test_explain": [
@@ -223,7 +232,12 @@ RUN_BY = {
     ],
     "test_testbed_cluster.py::test_the_command_makes_what_it_has_written": [
         "penstock testbed write cluster.yaml --hosts 4 --racks 2 --servers 1 --rate 100",
+        "penstock testbed write cluster.yaml --name lab",
         "penstock testbed up --name lab --cluster cluster.yaml",
+    ],
+    "test_testbed_routes.py::test_a_deployments_routes_are_a_command": [
+        "penstock testbed write cluster.yaml --hosts 6 --racks 2 --servers 2 --spines 2 --rate 100 --mtu 9000",
+        "penstock testbed route --name lab deployment.yaml",
     ],
     "test_testbed_racks.py::test_the_command_makes_a_tree_runs_on_its_nodes_and_prints_its_links": [
         "penstock testbed up --name lab --hosts 4 --racks 2 --servers 1 --rate 1000 --uplink-rate 2000 --mtu 9000 --no-offloads",

@@ -27,7 +27,7 @@ from penstock.errors import Config as ConfigError
 
 log = logging.getLogger("penstock")
 
-__all__ = ["Aggregator", "Deployment", "Server", "chosen", "init", "load", "parse"]
+__all__ = ["Aggregator", "Deployment", "Server", "chosen", "init", "load", "named_in", "parse", "use"]
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,12 @@ def init(*, deployment: str | os.PathLike[str] | Mapping[str, Any] | None = None
         _given = (load(path, f"penstock.init(deployment={path!r})"), path)
 
 
+def use(text: str | None, name: str | None) -> None:
+    """As `init`, of a deployment that `load` has read; None: the setting counts again."""
+    global _given
+    _given = None if text is None or name is None else (text, name)
+
+
 def chosen(setting: str) -> tuple[str, str] | None:
     """The text and the name of the deployment that `init` was given, or else of the file that PENSTOCK_DEPLOYMENT names.
 
@@ -225,6 +231,19 @@ def parse(text: str, name: str, folder: str = os.curdir) -> Deployment:
             the key, and what is allowed.
     """
     return _parse(text, name, folder)[0]
+
+
+def named_in(text: str, name: str) -> tuple[str | None, str | None]:
+    """The cluster file and the job that a deployment names; None for what it does not name.
+
+    Raises:
+        penstock.errors.Config: it is no deployment.
+    """
+    top = places.compose(text, name, "the deployment").mapping(("version", "aggregated"), ("cluster", "job"))
+    return (
+        top["cluster"].text("the path of a cluster file") if "cluster" in top else None,
+        top["job"].name_of() if "job" in top else None,
+    )
 
 
 def _parse(text: str, name: str, folder: str) -> tuple[Deployment, int]:

@@ -110,6 +110,14 @@ def decide(
     made = scheme_of(problem, fractions, best.trees, every_route=bool(state.gone))
     found = dataclasses.replace(made, fractions=state.scheme.fractions)
     rate = evaluate(left, job, found, state.background).rate
+    # Other routes alone need nothing of the job's ranks.
+    same = trees_of(problem, state.scheme, keep_routes=False)
+    rerouted = dataclasses.replace(
+        scheme_of(problem, fractions, same, every_route=bool(state.gone)), fractions=state.scheme.fractions
+    )
+    rate_rerouted = evaluate(left, job, rerouted, state.background).rate
+    if rate_rerouted >= rate * (1 - _AS_GOOD):
+        found, rate = rerouted, rate_rerouted
     moved = sum(
         one != other
         for server in found.via
@@ -170,9 +178,9 @@ def without(cluster: Cluster, job: Job, gone: frozenset[str], scheme: Scheme | N
     )
 
 
-def trees_of(problem: Problem, scheme: Scheme) -> list[Tree]:
+def trees_of(problem: Problem, scheme: Scheme, *, keep_routes: bool = True) -> list[Tree]:
     """A scheme's ways in a problem that may lack some of them: those whose aggregator is not there go straight to the server,
-    and a route that is not there is replaced by another one."""
+    and a route that is not there is replaced by another one. Without ``keep_routes`` all routes are the emptiest ones."""
     numbers = {name: v for v, name in enumerate(problem.aggregators)}
     straight = problem.straight
     ways = []
@@ -189,10 +197,11 @@ def trees_of(problem: Problem, scheme: Scheme) -> list[Tree]:
                 above[numbers[child]] = numbers[parent]
         ways.append(Ways(counts, above))
     kept = within_limits(problem, ways)
-    trees = routed(problem, kept, np.ones(len(ways)))
+    parts = np.array([scheme.fractions.get(name, 0.0) for name in problem.servers])
+    trees = routed(problem, kept, np.ones(len(ways)) if keep_routes else parts)
     for s, server in enumerate(problem.servers):
         same = (kept[s].counts == ways[s].counts).all() and (kept[s].above == ways[s].above).all()
-        if same and server in scheme.via:
+        if keep_routes and same and server in scheme.via:
             _reroute(problem, s, trees[s], scheme)
     return trees
 
@@ -246,3 +255,7 @@ def _uses(cluster: Cluster, job: Job, scheme: Scheme, gone: frozenset[str]) -> s
     """What a scheme uses of what is dead."""
     loads = loads_of(cluster, job, scheme) if gone else {}
     return next((name for name in sorted(gone) if loads.get(name, 0.0) > 0), None)
+
+
+# So much slower may other routes be than other aggregators, and are taken instead.
+_AS_GOOD = 0.02

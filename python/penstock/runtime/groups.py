@@ -310,6 +310,26 @@ class _Ids:
             return found
 
 
+def read_deployment(path: str, asked: str) -> str | None:
+    """The text of a deployment file, with addresses; None where it is not there or is none."""
+    try:
+        return deployment.load(path, asked)
+    except ConfigError:
+        return None
+
+
+@contextlib.contextmanager
+def using(text: str, name: str) -> Iterator[None]:
+    """Groups made within, and from then on, use this deployment; those before count again if the block raises."""
+    before = deployment.chosen("")
+    deployment.use(text, name)
+    try:
+        yield
+    except BaseException:
+        deployment.use(*(before or (None, None)))
+        raise
+
+
 def _deployment(settings: config.Settings, world: int) -> tuple[str, str] | None:
     """The text and the name of the deployment, if it is used."""
     chosen = deployment.chosen(settings.deployment)

@@ -18,7 +18,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,8 +28,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from penstock.errors import Config as ConfigError
 from penstock.errors import PenstockError
 from penstock.runtime import config
+from penstock.runtime.files import write_whole
+from penstock.tools import links
 from penstock.tools.bench.mesh import STALL_S, Mesh
 from penstock.tools.testbed.bed import Loopback
 
@@ -51,18 +54,48 @@ __all__ = ["command"]
     type=click.FloatRange(min=0, min_open=True),
     help="Seconds to wait for all ranks.",
 )
-def command(mebibytes: int, timeout: float) -> None:
-    """Check reachability, rate, MTU and limits between all pairs of ranks."""
+@click.option("--links", "measures_links", is_flag=True, help="Instead measure links, and write a cluster file.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="The file, with --links; rank 0 writes it.")
+@click.option("--server", "servers", type=click.IntRange(0), multiple=True, help="A rank whose host is a server's.")
+@click.option(
+    "--aggregator", "aggregators", type=click.IntRange(0), multiple=True, help="... an aggregator's. Repeatable."
+)
+def command(
+    mebibytes: int,
+    timeout: float,
+    measures_links: bool,
+    output: str | None,
+    servers: tuple[int, ...],
+    aggregators: tuple[int, ...],
+) -> None:
+    """Check reachability, rate, MTU and limits between all pairs of ranks.
+
+    With --links raw sockets measure every pair of hosts alone, and all hosts at once; what comes out is a cluster file that
+    `penstock plan` takes (docs/guide/plan.md).
+    """
+    if measures_links != (output is not None):
+        raise click.UsageError("--links and -o FILE go together: the file takes what was measured")
+    if (servers or aggregators) and not measures_links:
+        raise click.UsageError("--server and --aggregator say what a cluster file has where: give --links too")
     if "RANK" in os.environ:
         # A traceback of a rank that was told to end helps no user.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        healthy = _run(mebibytes << 20, timeout)
-        sys.exit(0 if healthy else 1)
+
+        def check() -> bool:
+            if output is None:
+                return _check(mebibytes << 20)
+            return _measure_links(mebibytes << 20, output, servers, aggregators)
+
+        sys.exit(0 if _run(check, timeout) else 1)
+    if measures_links:
+        raise click.UsageError(
+            "RANK is not set: start it on all hosts, with torchrun ... -m penstock doctor --links -o FILE"
+        )
     click.echo("RANK is not set: checking two ranks on this machine. For a cluster: torchrun ... -m penstock doctor")
     sys.exit(_start_two(mebibytes, timeout))
 
 
-def _run(size: int, timeout: float) -> bool:
+def _run(check: Callable[[], bool], timeout: float) -> bool:
     import torch.distributed as dist
 
     try:
@@ -72,7 +105,7 @@ def _run(size: int, timeout: float) -> bool:
         click.echo(f"rank {os.environ['RANK']}: {type(error).__name__}: {str(error).splitlines()[0]}", err=True)
         return False
     try:
-        return _check(size)
+        return check()
     except PenstockError as error:
         click.echo(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}", err=True)
         return False
@@ -135,6 +168,61 @@ def _check(size: int) -> bool:
             everyone[0]["limits"]["warnings"].append(warning)
         _print(everyone)
     return not any(one["limits"]["warnings"] for one in everyone)
+
+
+def _measure_links(size: int, output: str, servers: Sequence[int], aggregators: Sequence[int]) -> bool:
+    """Raw sockets between all pairs of hosts, and rank 0 writes the cluster file."""
+    import torch.distributed as dist
+
+    from penstock.cluster import file
+    from penstock.torch import stats
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    peers = {peer["rank"]: peer for peer in stats()["peers"]}
+    far = {other: peer for other, peer in peers.items() if peer["medium"] == "tcp"}
+    hosts = {other: peer["address"].rsplit(":", 1)[0].strip("[]") for other, peer in far.items()}
+    notes = []
+    rates: dict[int, float] = {}
+    for a in range(world):
+        for b in range(a + 1, world):
+            dist.barrier()
+            other = b if rank == a else a
+            if rank in (a, b) and other in far:
+                try:
+                    rates[other], _ = _raw_rate(dist, size, other, hosts[other], len(far[other]["streams"]))
+                except OSError as error:
+                    notes.append(f"rank {rank} to rank {other}: {error}")
+    address, mtu = links.own_address(next(iter(hosts.values()))) if hosts else ("127.0.0.1", 1500)
+    trips = {
+        other: min((stream["round_trip_s"] for stream in peer["streams"] if stream["round_trip_s"]), default=0.0)
+        for other, peer in far.items()
+    }
+    settings = config.read()
+    together = links.together_s(dist, address, size, settings.streams, settings.port_range)
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, (links.Seen(socket.gethostname(), address, mtu, rates, trips), together, notes))
+    if rank != 0:
+        return True
+    slowest = max((one[1] for one in everyone if one[1] is not None), default=None)
+    seen = [one[0] for one in everyone]
+    notes = [note for one in everyone for note in one[2]]
+    try:
+        cluster, unexplained = links.cluster_of(
+            seen, servers=servers, aggregators=aggregators, together=slowest, size=size
+        )
+        said = [f"# Measured by `penstock doctor --links`, {time.strftime('%Y-%m-%d %H:%M')}, {world} ranks"]
+        said += [f"# {note}" for note in (*unexplained, *notes)]
+        write_whole(Path(output), "\n".join(said) + "\n" + file.dump(cluster))
+    except (ConfigError, OSError) as error:
+        click.echo(f"{output} was not written: {error}", err=True)
+        return False
+    for link in cluster.links:
+        rate = f"{(link.rate_bit_s or 0) / 1e6:,.4g} Mbit/s"
+        click.echo(f"{link.name:>20}  {rate:>18}  {link.delay_ns / 1e6:.2f} ms")
+    for note in (*unexplained, *notes):
+        click.echo(f"! {note}")
+    click.echo(f"{output} is the cluster: penstock plan {output}")
+    return True
 
 
 def memory_warning(peers: list[dict[str, Any]], ptrace_scope: str) -> str | None:

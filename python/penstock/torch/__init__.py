@@ -21,17 +21,19 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.torch.hooks import in_turn as in_turn
+    from penstock.torch.switch import switched as switched
     from penstock.training.checks import check_alike as check_alike
     from penstock.training.ddp import ddp_hook as ddp_hook
     from penstock.training.gradients import GradientReducer as GradientReducer
 
-__all__ = ["GradientReducer", "check_alike", "ddp_hook", "empty", "in_turn", "register", "stats"]
+__all__ = ["GradientReducer", "check_alike", "ddp_hook", "empty", "in_turn", "register", "stats", "switched"]
 
 _HOME = {
     "GradientReducer": "penstock.training.gradients",
     "check_alike": "penstock.training.checks",
     "ddp_hook": "penstock.training.ddp",
     "in_turn": "penstock.torch.hooks",
+    "switched": "penstock.torch.switch",
 }
 
 

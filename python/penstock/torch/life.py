@@ -62,6 +62,11 @@ class Life:
             while self._sides:
                 self._sides.popitem()[1].close()
 
+    @property
+    def deployment(self) -> str | None:
+        """The text of the deployment whose servers take this group's large all-reduces."""
+        return None if self._member.deployment is None else self._member.deployment[0]
+
     def abort(self) -> None:
         """Fail everything that is running, on all ranks, and leave."""
         if self in alive:

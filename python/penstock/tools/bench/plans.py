@@ -49,16 +49,37 @@ __all__ = ["Row", "command", "example", "fat_tree", "measure", "page", "tables"]
 @click.option("--workers", default="10,20,30,40,50", show_default=True, help="With 4 servers.")
 @click.option("--servers", default="2,3,4,5,6", show_default=True, help="With 48 workers; none: ''.")
 @click.option("--large/--no-large", default=True, show_default=True, help="Also time the largest problems.")
+@click.option("--testbed", is_flag=True, help="Instead run plans on emulated hosts, and compare loads; needs root.")
+@click.option(
+    "--mebibytes", type=click.IntRange(1), default=64, show_default=True, help="Of a gradient, with --testbed."
+)
+@click.option("--operations", type=click.IntRange(1), default=3, show_default=True, help="All-reduces, with --testbed.")
 @files("Write the figures to this file.")
 def command(
-    seeds: int, seconds: float, workers: str, servers: str, large: bool, json_path: str | None, report_path: str | None
+    seeds: int,
+    seconds: float,
+    workers: str,
+    servers: str,
+    large: bool,
+    testbed: bool,
+    mebibytes: int,
+    operations: int,
+    json_path: str | None,
+    report_path: str | None,
 ) -> None:
     """Plan the networks of the paper InArt, and compare: a fat-tree of 54 hosts, and figure 1.
 
-    All is computed, on one core; with the defaults it takes about ten minutes. See docs/design/planner.md.
+    All is computed, on one core; with the defaults it takes about ten minutes. With --testbed two small networks are emulated and
+    carry their plans out, which takes five. See docs/design/planner.md.
     """
     need("penstock bench plan", "scipy")
     check_files(json_path=json_path, report_path=report_path)
+    if testbed:
+        if report_path is not None:
+            raise click.UsageError("--report draws the computed networks: leave --testbed out, or take --json")
+        with reporting_errors():
+            _run(seconds, mebibytes << 20, operations, json_path)
+        return
     with reporting_errors():
         cases = [(count, 4) for count in _numbers(workers)]
         cases += [case for count in _numbers(servers) if (case := (48, count)) not in cases] if servers else []
@@ -78,6 +99,21 @@ def command(
         description = machine.describe()
         write_json(json_path, description, [dataclasses.asdict(row) for row in rows], times=times)
         write_report(report_path, lambda: page(rows, times, first, description))
+
+
+def _run(seconds: float, nbytes: int, operations: int, json_path: str | None) -> None:
+    from penstock.tools.bench import carried
+
+    runs: list[carried.Ran] = []
+    with progress_bar() as progress:
+        for done, instance in enumerate(carried.INSTANCES):
+
+            def told(way: str, done: int = done, instance: str = instance) -> None:
+                progress(f"{instance} · {way}", done, len(carried.INSTANCES))
+
+            runs += carried.measure(instance, seconds=seconds, nbytes=nbytes, operations=operations, progress=told)
+    result_console().print(carried.table(runs).for_terminal())
+    write_json(json_path, machine.describe(), [run.to_dict() for run in runs])
 
 
 @dataclass(frozen=True)

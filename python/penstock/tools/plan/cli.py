@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,7 +23,10 @@ from penstock.errors import Config as ConfigError
 from penstock.extras import need
 from penstock.runtime.files import write_whole
 from penstock.tools.commands import Group
-from penstock.tools.plan.planned import Plan, describe, describe_jobs, plan, plan_jobs
+from penstock.tools.plan.planned import Plan, describe, describe_jobs, plan, plan_jobs, rate_text
+
+if TYPE_CHECKING:
+    from penstock.planning.replan import Decision
 
 __all__ = ["command"]
 
@@ -162,6 +169,82 @@ def explain(
 
             write_whole(Path(report_path), render(explained.page(found, path)))
             click.echo(f"\nReport: {Path(report_path).resolve()}")
+
+
+@command.command()
+@click.argument("path", metavar="DEPLOYMENT", type=click.Path(dir_okay=False))
+@click.option(
+    "--name", help="The testbed on which the job runs: its links are measured, and routes changed while the job runs."
+)
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write what is to run from now on to this file.")
+@click.option(
+    "--every", type=click.FloatRange(0.1), default=5.0, show_default=True, help="Seconds between measurements."
+)
+@click.option(
+    "--gain",
+    type=click.FloatRange(0.0),
+    default=10.0,
+    show_default=True,
+    help="By so many % others are faster.",
+)
+@click.option(
+    "--patience", type=click.IntRange(1), default=3, show_default=True, help="... in so many measurements in a row."
+)
+@click.option("--looks", type=click.IntRange(1), help="End after so many measurements.")
+def watch(
+    path: str, name: str | None, output: str | None, every: float, gain: float, patience: int, looks: int | None
+) -> None:
+    """Plan a running job anew when its network changes, with the same parts of the model.
+
+    Events come as lines of JSON on the standard input, such as {"gone": "link r0"}, or with --name from a testbed: loads of
+    others on its links, and aggregators that the job's workers bypass. See docs/guide/plan.md.
+    """
+    need("penstock plan", "scipy")
+    from penstock.planning.replan import Patience
+    from penstock.tools.plan import watched
+    from penstock.tools.testbed import carry
+    from penstock.tools.testbed.cluster import Testbed
+
+    if name is None and output is None:
+        raise click.UsageError("without --name and -o FILE nothing comes of what is decided: give one of them")
+    with _reporting(), ExitStack() as stack:
+        named, _ = deployments.named_in(places.read_text(path, path), path)
+        if named is None:
+            raise ConfigError(
+                f"{path}: version 1 has no cluster file, so nothing is known of its network: write version 2"
+            )
+        cluster_path = os.path.join(os.path.dirname(path), named)
+        cluster = file.load(cluster_path)
+        job, scheme = carry.scheme_of_file(cluster, path)
+        kept = watched.Plan(cluster, job, scheme, Patience(gain / 100, patience), output, cluster_path)
+        if name is None:
+            for event in watched.events_of(iter(sys.stdin.readline, "")):
+                click.echo(_told(kept.take(event), output))
+            return
+        try:
+            bed = stack.enter_context(Testbed.attach(name))
+            if bed.topology.is_routed:
+                carry.carry(bed, job, scheme)
+            meter = watched.Meter(bed, job)
+            for _ in itertools.count() if looks is None else range(looks):
+                time.sleep(every)
+                for event in meter.events(kept.state.scheme):
+                    decision = kept.take(event)
+                    if decision.is_changed and bed.topology.is_routed:
+                        carry.carry(bed, job, decision.scheme)
+                    click.echo(_told(decision, output))
+        except (LookupError, PermissionError) as error:
+            raise click.ClickException(str(error)) from None
+        except KeyboardInterrupt:
+            click.echo("ended: the routes that were set last hold", err=True)
+
+
+def _told(decision: Decision, output: str | None) -> str:
+    told = f"{rate_text(decision.rate)} a worker: {decision.reason}"
+    if not decision.is_changed:
+        return f"{told}; nothing changes"
+    ways = f"{decision.moved} pairs of server and worker have another aggregator" if decision.moved else "other routes"
+    return f"{told}; changed: {ways}" + (f", in {output}" if output else "")
 
 
 def _write(made: Plan, cluster: Cluster, cluster_path: str, output: str) -> None:

@@ -67,11 +67,10 @@ def of_deployment(text: str, path: str, *, seconds: float, levels: int | None) -
 
     folder = os.path.dirname(path)
     parsed = deployments.parse(text, path, folder)
-    top = places.compose(text, path, "the deployment").mapping(("version", "aggregated"), ("cluster", "job"))
-    if "cluster" not in top:
+    named, name = deployments.named_in(text, path)
+    if named is None:
         raise ConfigError(f"{path}: version 1 has no cluster file, so nothing is known of its network: write version 2")
-    cluster = file.load(os.path.join(folder, str(top["cluster"].node.value)))
-    name = top["job"].name_of() if "job" in top else None
+    cluster = file.load(os.path.join(folder, named))
     if name is None and len(cluster.jobs) != 1:
         raise ConfigError(
             f"{path}: choose with `job:` whose workers these are, from {', '.join(cluster.job) or 'none'}"

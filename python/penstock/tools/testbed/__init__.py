@@ -7,13 +7,15 @@ everything when the processes that hold it are gone, however they went (`keeper`
 - `link`: what a link is like, and the ``tc`` commands that make it so. Pure.
 - `topology`: clusters from counts of hosts, racks and servers. Pure.
 - `wiring`: how a cluster becomes namespaces, bridges and links. Pure.
+- `routing`: how switches route, where several ways lead through a cluster. Pure.
+- `carry`: a deployment's routes on a testbed.
 - `bed`: processes on hosts and their end; and `Loopback`, which has the same face and no network.
 - `cluster`: namespaces, wires, counters, faults: `Testbed`.
 - `kept`: the testbeds that stay up, by name.
 - `system`: rights, tools, and what the kernel says of a network.
 - `launch`: ranks over hosts, their output, their end: `CompletedRun`.
 - `namespace`, `keeper`, `rank`, `relay`: the parts that run in other threads or processes.
-- `cli`: ``penstock testbed up | run | down | show | links``.
+- `cli`: ``penstock testbed up | run | down | show | links | route | write``.
 """
 
 from penstock.tools.testbed.bed import Loopback

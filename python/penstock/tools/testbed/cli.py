@@ -1,4 +1,4 @@
-"""``penstock testbed up | run | down | show | links | write``."""
+"""``penstock testbed up | run | down | show | links | route | write``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.cluster.network import Cluster
 from penstock.errors import Config as ConfigError
 from penstock.runtime import files
 from penstock.tools.commands import Group
-from penstock.tools.testbed import kept, topology
+from penstock.tools.testbed import carry, kept, topology
 from penstock.tools.testbed.bed import Bed, Loopback
 from penstock.tools.testbed.cluster import GONE, Testbed
 from penstock.tools.testbed.link import FlowClass, LinkSpec
@@ -231,12 +231,35 @@ def links(name: str, as_json: bool) -> None:
 
 
 @command.command()
+@click.option("--name", default="default", show_default=True)
+@click.argument("deployment", metavar="DEPLOYMENT", type=click.Path(dir_okay=False))
+def route(name: str, deployment: str) -> None:
+    """Send the flows of a deployment the ways that it names, on a testbed that is up and has several.
+
+    Flows of other programs, and all before this command, go the shortest way, of several the first in the cluster file. It holds
+    until the next call.
+    """
+    try:
+        with Testbed.attach(name) as bed:
+            carried = carry.carry_deployment(bed, deployment)
+    except (LookupError, PermissionError, ValueError, TestbedUnavailable) as error:
+        _fail(str(error))
+    click.echo(f"{carried.flows} flows have their routes")
+    for start, end in carried.waiting:
+        click.echo(
+            f"from {start} to {end} servers' flows take several ways, which only ports tell apart: until you call this again "
+            "while the job runs, all take the first",
+            err=True,
+        )
+
+
+@command.command()
 @click.option("--name", default=None, help="Write the cluster of the testbed that is up under this name.")
 @click.option(
     "--spines",
     type=click.IntRange(1),
     default=None,
-    help="With racks: instead of a core, switches that each rack has a link to. A testbed makes one at most.",
+    help="With racks: instead of a core, switches that each rack has a link to.",
 )
 @link_options
 @click.argument("file", metavar="FILE")

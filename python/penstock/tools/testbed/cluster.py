@@ -15,15 +15,15 @@ from typing import Any
 
 from penstock.cluster import file
 from penstock.cluster.network import Cluster
-from penstock.tools.testbed import kept, link, namespace, relay, system
+from penstock.tools.testbed import kept, link, namespace, relay, routing, system
 from penstock.tools.testbed.bed import Bed
 from penstock.tools.testbed.link import FlowClass, LinkSpec
 from penstock.tools.testbed.topology import LinkTraffic, Topology
-from penstock.tools.testbed.wiring import UPLINK, Wiring
+from penstock.tools.testbed.wiring import Wiring
 
 
 class Testbed(Bed):
-    """Hosts joined by a switch, or by a tree of switches with places for aggregators and servers, all on this machine.
+    """Hosts joined by a switch, or by a network of switches with places for aggregators and servers, all on this machine.
 
     Args:
         hosts: 1 to `topology.MOST_NODES`.
@@ -70,7 +70,8 @@ class Testbed(Bed):
         super().__init__(hosts=self.topology.hosts)
         self.name = name
         self._prepare()
-        system.check_available(losses=self._has_losses(), switches=len(self.topology.switches))
+        rules = self._has_losses() or self.topology.is_routed
+        system.check_available(losses=rules, switches=len(self.topology.switches))
         try:
             self._build()
         except OSError as error:
@@ -225,6 +226,17 @@ class Testbed(Bed):
         self.topology = Wiring(made, offloads=self.topology.offloads)
         self._apply_rules()
 
+    def route(self, flows: Sequence[routing.Flow]) -> None:
+        """From now on these flows take these ways, and all others the shortest, of several the first in the cluster's file.
+        Packets under way may come out of order; none is lost.
+
+        Raises: ValueError, where there is one way only, as in a tree.
+        """
+        if not self.topology.is_routed:
+            raise ValueError("one way leads from each node of this testbed to another: there is nothing to route")
+        for switch in self.topology.switches:
+            self._tool(self._held(switch), ["nft", "-f", "-"], routing.flow_rules(self.topology, switch, flows))
+
     def inside(self, host: int | str, function: Callable[[], Any]) -> Any:
         return namespace.inside(self._namespaces[self.topology.number(host)], function)
 
@@ -269,11 +281,15 @@ class Testbed(Bed):
             if not wiring.offloads:
                 # What ethtool's three switches leave alone: UDP that the application hands over to be cut.
                 lines.append(f"link set {device} gso_max_segs 1")
-            for other in wiring.nodes:
-                if other != node:
-                    neighbour = f"lladdr {wiring.mac(other)} nud permanent dev {device}"
-                    lines += [f"neigh add {self.address(other, family)} {neighbour}" for family in (4, 6)]
+            if not wiring.is_routed:
+                for other in wiring.nodes:
+                    if other != node:
+                        neighbour = f"lladdr {wiring.mac(other)} nud permanent dev {device}"
+                        lines += [f"neigh add {self.address(other, family)} {neighbour}" for family in (4, 6)]
             self._ip(held, lines)
+            if wiring.is_routed:
+                for family in (4, 6):
+                    self._ip(held, routing.host_lines(wiring, node, device, family), family)
             self._tc(held, link.host_commands(spec, device))
             if not wiring.offloads:
                 namespace.inside(held, lambda: system.switch_offloads_off(device))
@@ -292,7 +308,7 @@ class Testbed(Bed):
         return any(self.topology.spec(name).loss for name in self.topology.links)
 
     def _wire_switches(self) -> None:
-        """A bridge for each switch, and a pair of veth devices for each link: the port on the upper switch is
+        """A bridge for each switch, or a router, and a pair of veth devices for each link: the port on the upper switch is
         `Wiring.port`, its lower end is `_lower_end`.
 
         With several switches every bridge knows from the start which port leads to which node: one that has to learn it
@@ -301,14 +317,18 @@ class Testbed(Bed):
         wiring = self.topology
         for switch in wiring.switches:
             held = self._held(switch)
-            namespace.inside(held, system.make_quiet)
-            self._ip(held, ["link set lo up", "link add switch type bridge", "link set switch up"])
+            namespace.inside(held, system.make_router if wiring.is_routed else system.make_quiet)
+            bridge = [] if wiring.is_routed else ["link add switch type bridge", "link set switch up"]
+            self._ip(held, ["link set lo up", *bridge])
         for name, upper in wiring.links.items():
             lower, device = self._lower_end(name)
             spec, port = wiring.spec(name), wiring.port(name)
+            joined = {end: f"address {wiring.port_mac(name, end)}" for end in (upper, wiring.lower[name])}
+            if not wiring.is_routed:
+                joined = dict.fromkeys(joined, "master switch")
             lines = [
                 f"link add {port} mtu {spec.mtu} type veth peer name {device} netns /proc/self/fd/{lower}",
-                f"link set {port} master switch up",
+                f"link set {port} {joined[upper]} up",
             ]
             self._ip(self._held(upper), lines)
             if wiring.lower[name] in wiring.nodes:
@@ -320,9 +340,13 @@ class Testbed(Bed):
                 self._tc(self._held(upper), ports)
             else:
                 self._tc(self._held(upper), link.port_commands(spec, port, limited=True, delay_ms=spec.delay_ms))
-                self._ip(lower, [f"link set {device} mtu {spec.mtu} master switch up"])
+                self._ip(lower, [f"link set {device} mtu {spec.mtu} {joined[wiring.lower[name]]} up"])
                 self._tc(lower, link.port_commands(spec, device, limited=True, delay_ms=spec.delay_ms))
-        if len(wiring.switches) > 1:
+        if wiring.is_routed:
+            for switch in wiring.switches:
+                for family in (4, 6):
+                    self._ip(self._held(switch), routing.family_lines(wiring, switch, family), family)
+        elif len(wiring.switches) > 1:
             for switch in wiring.switches:
                 self._bridge(
                     self._held(switch),
@@ -337,17 +361,23 @@ class Testbed(Bed):
         deadline = time.monotonic() + PORTS_UP_S
         for switch in self.topology.switches:
             held = self._held(switch)
-            while "bridge_slave state disabled" in self._tool(held, ["ip", "-d", "link", "show", "master", "switch"]):
+            while not self._is_forwarding(held):
                 if time.monotonic() > deadline:
                     raise system.TestbedUnavailable(f"the ports of switch {switch} are not up after {PORTS_UP_S:g} s")
                 time.sleep(0.001)
+
+    def _is_forwarding(self, held: int) -> bool:
+        if self.topology.is_routed:
+            ports = self._tool(held, ["ip", "-o", "link", "show", "type", "veth"]).splitlines()
+            return all(" state UP " in port for port in ports)
+        return "bridge_slave state disabled" not in self._tool(held, ["ip", "-d", "link", "show", "master", "switch"])
 
     def _lower_end(self, name: str) -> tuple[int, str]:
         """A link's lower end: the namespace and the device."""
         lower = self.topology.lower[name]
         if lower in self.topology.nodes:
             return self._namespaces[self.topology.number(lower)], self.interface
-        return self._held(lower), UPLINK
+        return self._held(lower), self.topology.lower_port(name)
 
     def _held(self, switch: str) -> int:
         """A switch's namespace."""
@@ -396,6 +426,8 @@ class Testbed(Bed):
 
     def _is_relayed(self) -> bool:
         """Whether the relay is in the place of the switch, which then has no ports."""
+        if self.topology.is_routed:
+            self._relayed = False
         if self._relayed is None:
             ports = self._tool(self._namespaces[-1], ["ip", "-o", "link", "show", "type", "bridge"])
             self._relayed = not ports.strip()
@@ -470,8 +502,8 @@ class Testbed(Bed):
         queues = json.loads(self._tool(held, ["tc", "-json", "-s", "qdisc", "show"]) or "[]")
         return {each["dev"]: each["drops"] for each in queues if each.get("root")}
 
-    def _ip(self, held: int, lines: Sequence[str]) -> None:
-        self._tool(held, ["ip", "-batch", "-"], "\n".join(lines))
+    def _ip(self, held: int, lines: Sequence[str], family: int | None = None) -> None:
+        self._tool(held, ["ip", *([] if family is None else [f"-{family}"]), "-batch", "-"], "\n".join(lines))
 
     def _tc(self, held: int, lines: Sequence[str]) -> None:
         if lines:

@@ -108,6 +108,18 @@ def make_quiet() -> None:
             pass
 
 
+def make_router() -> None:
+    """Makes the calling thread's namespace forward packets, whatever their source, and say nothing by itself: ports that come
+    have no addresses, not even IPv6's own ones."""
+    settings = {"ipv4/ip_forward": "1"}
+    for scope in ("all", "default"):
+        settings |= {f"ipv4/conf/{scope}/{name}": "0" for name in ("rp_filter", "send_redirects", "accept_redirects")}
+        settings |= {f"ipv6/conf/{scope}/forwarding": "1", f"ipv6/conf/{scope}/addr_gen_mode": "1"}
+    for name, value in settings.items():
+        with contextlib.suppress(FileNotFoundError):
+            Path(f"/proc/sys/net/{name}").write_text(value)
+
+
 def switch_offloads_off(interface: str) -> None:
     """Make every packet of the calling thread's interface one that fits the MTU, as ``ethtool -K`` would."""
     with socket.socket() as handle:

@@ -1,4 +1,5 @@
-"""How a testbed makes a cluster: a tree of bridges, with a namespace for each host. Nothing here touches the system."""
+"""How a testbed makes a cluster: a tree of bridges, or switches that route, with a namespace for each host. Nothing here touches
+the system."""
 
 from __future__ import annotations
 
@@ -42,6 +43,8 @@ class Wiring:
         self.switches = [switch.name for switch in cluster.switches]
         """The last one is the root of the tree."""
         _check_shape(cluster)
+        self.is_routed = False
+        """Whether several ways lead from a node to another, so that switches route; in a tree they are bridges."""
         self.lower = self._lower_ends()
         """Each link's lower end."""
         self.links = {
@@ -49,8 +52,10 @@ class Wiring:
             for link in cluster.links
         }
         """Each link's upper end, which is a switch."""
-        self._above = {lower: (name, self.links[name]) for name, lower in self.lower.items()}
-        """By lower end: the link and the switch above it."""
+        self._above: dict[str, list[tuple[str, str]]] = {}
+        """By lower end: the links and the switches above it, one in a tree."""
+        for name, lower in self.lower.items():
+            self._above.setdefault(lower, []).append((name, self.links[name]))
         self._specs = {link.name: self._spec(number, link) for number, link in enumerate(cluster.links)}
         self.node_delay_ms = self._delay_of_nodes()
         """The delay of a node's link."""
@@ -72,8 +77,8 @@ class Wiring:
             name = self.nodes[self.number(name)]
         elif name in self.links:
             return name
-        if name in self._above:
-            return self._above[name][0]
+        if len(self._above.get(name, ())) == 1:
+            return self._above[name][0][0]
         raise ValueError(f"there is no link {name}, but {', '.join(self.links)}")
 
     def address(self, node: int | str, family: int = 4) -> str:
@@ -81,8 +86,9 @@ class Wiring:
         return self._addresses[family][self.number(node)]
 
     def prefix(self, family: int = 4) -> int:
-        """Bits of their addresses that all nodes share, so that they are in one subnet."""
-        return _prefix(self._addresses[family])
+        """Bits of their addresses that all nodes share, so that they are in one subnet; where switches route, each is in its
+        own."""
+        return (32 if family == 4 else 128) if self.is_routed else _prefix(self._addresses[family])
 
     def mac(self, node: int | str) -> str:
         return f"02:00:00:00:00:{self.number(node) + 1:02x}"
@@ -90,6 +96,15 @@ class Wiring:
     def spec(self, link: str) -> LinkSpec:
         """The properties of a link; its delay is that from one end to the other."""
         return self._specs[link]
+
+    def port_mac(self, link: str, switch: str) -> str:
+        """The hardware address of the port of a switch that routes."""
+        number, is_upper = list(self.links).index(link), self.links[link] == switch
+        return f"02:00:00:{1 + is_upper:02x}:{number >> 8:02x}:{number & 255:02x}"
+
+    def lower_port(self, link: str) -> str:
+        """The device of a link's lower end, at a switch."""
+        return self.port(link) if self.is_routed else UPLINK
 
     def port(self, link: str) -> str:
         """The device of a link's upper end: its name, where the kernel takes it."""
@@ -101,7 +116,7 @@ class Wiring:
         """The device of ``switch`` that leads to ``node``."""
         at = node
         while at in self._above:
-            link, upper = self._above[at]
+            [(link, upper)] = self._above[at]
             if upper == switch:
                 return self.port(link)
             at = upper
@@ -125,30 +140,40 @@ class Wiring:
         return _both(specs[0], False if off else self.offloads_asked)
 
     def _lower_ends(self) -> dict[str, str]:
-        """Walks the tree from its root. Raises where a link closes a circle."""
+        """Walks the network from its root. Notes whether a link closes a circle: then the end that is further from hosts is the
+        upper one, and of equals the second."""
         root = self.switches[-1]
         found: dict[str, str] = {}
-        way: dict[str, list[str]] = {root: [root]}
-        waiting = [root]
-        numbers = {link.name: number for number, link in enumerate(self.cluster.links)}
+        waiting, reached = [root], {root}
         while waiting:
             upper = waiting.pop(0)
             for link in self.cluster.links_of[upper]:
                 if link.name in found:
                     continue
                 lower = next(end.node for end in link.ends if end.node != upper)
-                if lower in way:
-                    shared = [node for node, other in zip(way[lower], way[upper], strict=False) if node == other]
-                    circle = [*way[lower][len(shared) - 1 :], *reversed(way[upper][len(shared) :])]
-                    raise self.cluster.wrong(
-                        f"links[{numbers[link.name]}]",
-                        f"closes a circle of {', '.join(circle)}: the testbed's switches form a tree, as nothing there routes",
-                    )
+                self.is_routed |= lower in reached
                 found[link.name] = lower
-                way[lower] = [*way[upper], lower]
-                if lower in self.cluster.switch:
+                if lower in self.cluster.switch and lower not in reached:
                     waiting.append(lower)
+                reached.add(lower)
+        if self.is_routed:
+            away = self._away_from_hosts()
+            found = {
+                link.name: min((end.node for end in link.ends), key=away.__getitem__) for link in self.cluster.links
+            }
         return {link.name: found[link.name] for link in self.cluster.links}
+
+    def _away_from_hosts(self) -> dict[str, int]:
+        """By node: how many links away the next host is."""
+        found = dict.fromkeys(self.nodes, 0)
+        waiting = list(found)
+        for node in waiting:
+            for link in self.cluster.links_of[node]:
+                for end in link.ends:
+                    if end.node not in found:
+                        found[end.node] = found[node] + 1
+                        waiting.append(end.node)
+        return found
 
     def _spec(self, number: int, link: Link) -> LinkSpec:
         wrong = functools.partial(self.cluster.wrong, f"links[{number}]")
@@ -209,7 +234,7 @@ class Wiring:
                     path, f"the address {addresses[0]} is its own on every host: the testbed needs others"
                 )
         found = [str(given[node][0]) for node in self.nodes]
-        if _prefix(found) < LEAST_PREFIX:
+        if not self.is_routed and _prefix(found) < LEAST_PREFIX:
             raise self.cluster.wrong(
                 "hosts",
                 f"the IPv{family} addresses are in no common subnet: the testbed is one; leave them out, or give others",

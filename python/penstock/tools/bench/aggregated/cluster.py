@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class Cluster:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             self.bed = stack.enter_context(Testbed(link=self._link, **self.topology.to_dict()))
             (self.folder / "cluster.yaml").write_text(file.dump(self.bed.topology.cluster))
-            self._daemons = stack.enter_context(_Daemons(self.bed))
+            self._daemons = stack.enter_context(Daemons(self.bed))
             self._stack = stack.pop_all()
         return self
 
@@ -87,7 +87,7 @@ class Cluster:
 
         The options gain the name of a host's ``interface``, and the file that orders and daemons are told of in, ``state``.
         """
-        orders = _Orders(self.bed, self._daemons, self.folder / "state.json")
+        orders = Orders(self.folder / "state.json", self._obey, self._daemons)
         return run_program(
             self.bed,
             f"aggregated.{program}",
@@ -98,6 +98,14 @@ class Cluster:
             on=[f"h{host}" for host in range(self.workers)],
             on_line=orders.on_line,
         )
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        """``{"order": "loss", "share": 0.01}``, on every link, or ``{"order": "restart", "node": "a0"}``."""
+        if order["order"] == "loss":
+            for link in self.bed.topology.links:
+                self.bed.set_loss(link, order["share"])
+        else:
+            self._daemons.restart(order["node"])
 
 
 def topology(workers: int, rate_mbit: float, loss: float, *, unauthenticated: bool = False) -> Topology:
@@ -126,7 +134,7 @@ def deployment(shape: Topology, number: str, window: int, workers: int, *, direc
     return {"version": 2, "cluster": "cluster.yaml", "aggregated": section}
 
 
-class _Daemons:
+class Daemons:
     """An aggregator or a server on each node that has a place for one; they end with the ``with`` block.
 
     Raises: BenchError, when one does not come up, with what it said.
@@ -137,7 +145,7 @@ class _Daemons:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 -- closed in `__exit__`
 
-    def __enter__(self) -> _Daemons:
+    def __enter__(self) -> Daemons:
         nodes = [node for node in self._bed.topology.nodes if not node.startswith("h")]
         try:
             for node in nodes:
@@ -198,16 +206,16 @@ def _answers(address: str, process: subprocess.Popen[bytes]) -> bool:
     return False
 
 
-class _Orders:
+class Orders:
     """Executes orders that ranks cannot execute from within their hosts, and reports to them in a file: the orders that are done,
     and the daemons' processes.
 
-    A rank prints ``{"order": "loss", "share": 0.01}``, on every link, or ``{"order": "restart", "node": "a0"}``.
+    A rank prints an order as a JSON object whose first key is ``order`` (`striker.order`); ``obey`` carries it out.
     """
 
-    def __init__(self, bed: Testbed, daemons: _Daemons, path: Path) -> None:
+    def __init__(self, path: Path, obey: Callable[[dict[str, Any]], None], daemons: Daemons) -> None:
         self.path = path
-        self._bed, self._daemons = bed, daemons
+        self._obey, self._daemons = obey, daemons
         self._done = 0
         self._publish()
 
@@ -215,12 +223,7 @@ class _Orders:
         """For `run_program`."""
         if not line.startswith('{"order"'):
             return
-        order = json.loads(line)
-        if order["order"] == "loss":
-            for link in self._bed.topology.links:
-                self._bed.set_loss(link, order["share"])
-        else:
-            self._daemons.restart(order["node"])
+        self._obey(json.loads(line))
         self._done += 1
         self._publish()
 

@@ -1,0 +1,256 @@
+"""Proves that a running job's plan follows its network: what is measured or told, what is decided, that no gradient is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+
+import penstock.torch
+import ranks
+from daemons import Daemon
+from penstock.cli import main
+from penstock.cluster import deployment as deployments
+from penstock.cluster import file, generate
+from penstock.cluster.network import Cluster
+from penstock.planning.deploy import deployment
+from penstock.planning.replan import Gone, Loads
+from penstock.planning.scheme import Scheme
+from penstock.tools.bench.aggregated.cluster import Daemons, Orders
+from penstock.tools.bench.program import run_program
+from penstock.tools.plan import watched
+from penstock.tools.testbed import LinkSpec, Testbed, system
+from test_testbed_cluster import datagram, invoke
+
+REASON = system.unavailable(LinkSpec(loss=0.1))
+needs_namespaces = pytest.mark.skipif(REASON is not None, reason=f"no testbed here: {REASON}")
+
+MBIT = 1_000_000
+FIRST_WAY = ("a1", "leaf1-spine0", "leaf0-spine0", "s0")
+OTHER_WAY = ("a1", "leaf1-spine1", "leaf0-spine1", "s0")
+SCHEME = Scheme({"s0": 1.0}, {"s0": ("a0", "a0", "a1")}, routes={"s0": {"a1": FIRST_WAY}})
+"""50 Mbit/s a worker by each of two spines."""
+
+
+def cluster() -> Cluster:
+    """Three workers and a host that sends what is not the job's, on two leaves; a server on the first."""
+    made = generate.leaf_spine(2, 2, 2, servers=1, rate_bit_s=100 * MBIT, mtu=9000, uplink={"rate_bit_s": 50 * MBIT})
+    for name, rate in (("h3", 40), ("a0", 300), ("a1", 300), ("s0", 200)):
+        made = made.with_link(name, rate_bit_s=rate * MBIT)
+    return dataclasses.replace(made, jobs=(dataclasses.replace(made.jobs[0], workers=("h0", "h1", "h2")),))
+
+
+@pytest.fixture
+def path(tmp_path: pathlib.Path) -> pathlib.Path:
+    (tmp_path / "cluster.yaml").write_text(file.dump(cluster()))
+    found = tmp_path / "deployment.yaml"
+    found.write_text(deployment(cluster(), cluster().jobs[0], SCHEME, "cluster.yaml"))
+    return found
+
+
+def test_events_from_standard_input(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Loads have to stay for three measurements, a death changes the plan at once, what comes back waits; the file is a
+    deployment with the same parts and another way."""
+    output = tmp_path / "next.yaml"
+    loads = json.dumps({"loads": {"link leaf0-spine0": "40 Mbit/s"}})
+
+    def run(*events: str) -> Any:
+        return CliRunner().invoke(main, ["plan", "watch", str(path), "-o", str(output)], input="\n".join(events))
+
+    said = run(loads, loads)
+    assert said.exit_code == 0 and said.output.count("nothing changes") == 2 and not output.exists(), said.output
+    assert "400% faster, for 2 of 3 measurements" in said.output
+    said = run(loads, loads, loads, '{"loads": {}}')
+    assert said.output.count("nothing changes") == 3 and "50 Mbit/s a worker: 400% faster; changed: " in said.output
+    read = deployments.parse(output.read_text(), str(output), str(tmp_path))
+    assert [server.fraction for server in read.servers] == [1.0] and "spine0" not in output.read_text()
+    output.unlink()
+    said = run('{"gone": "link leaf1-spine0"}', "", '{"back": "link leaf1-spine0"}')
+    assert "link leaf1-spine0 is dead; changed" in said.output and "is back" in said.output, said.output
+    assert "spine1" in output.read_text()
+    for wrong, words in (
+        ('{"gone": "link x"}', "names link x, which the cluster does not have"),
+        ('{"loads": {"link h0": 5}}', "event 1"),
+        ("gone", "event 1: 'gone' is none of"),
+    ):
+        said = run(wrong)
+        assert said.exit_code == 1 and words in said.output, said.output
+    assert CliRunner().invoke(main, ["plan", "watch", str(path)]).exit_code == 2
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_a_job_moves_from_a_link_that_others_fill(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Ranks reduce while another host fills the link of their route: after three measurements the flow takes the other spine, and
+    every sum before, during and after is right. Before others send, the job's own load changes nothing."""
+    made, done, output = cluster(), threading.Event(), tmp_path / "next.yaml"
+    (job,) = made.jobs
+    said: list[str] = []
+    before: list[Any] = []
+    name = f"watch-{os.getpid()}"
+    invoke("up", "--name", name, "--cluster", str(tmp_path / "cluster.yaml"), "--no-offloads")
+    try:
+        with Testbed.attach(name) as bed, Daemons(bed) as daemons:
+
+            def fill() -> None:
+                with datagram(bed, "h3") as source, datagram(bed, "h1") as sink:
+                    while not done.is_set():
+                        source.sendto(bytes(8000), sink.getsockname())
+
+            def watch() -> None:
+                command = ["plan", "watch", str(path), "--name", name, "-o", str(output), "--every", "0.7"]
+                with subprocess.Popen(
+                    [sys.executable, "-u", "-m", "penstock", *command],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                ) as process:
+                    assert process.stdout is not None
+                    for line in process.stdout:
+                        said.append(line)
+                        if len(said) == 3:
+                            threads[1].start()
+                        if "changed" in line:
+                            before.extend(bed.links())
+                            break
+                    process.kill()
+
+            threads = [threading.Thread(target=each, daemon=True) for each in (watch, fill)]
+
+            def obey(order: dict[str, Any]) -> None:
+                if order["order"] == "begin":
+                    threads[0].start()
+                else:
+                    done.set()
+
+            options = {"deployment": str(path), "elements": 1 << 18, "operations": 80}
+            orders = Orders(tmp_path / "state.json", obey, daemons)
+            try:
+                run_program(
+                    bed,
+                    "carried_rank",
+                    {**options, "state": str(orders.path)},
+                    what="watch",
+                    ranks=3,
+                    timeout_s=240,
+                    on=list(job.workers),
+                    on_line=orders.on_line,
+                )
+            finally:
+                done.set()
+            threads[0].join(30)
+            assert before, said
+            after = {now.name: now.since(then) for now, then in zip(bed.links(), before, strict=True)}
+    finally:
+        invoke("down", "--name", name)
+    assert not any("changed" in line for line in said[:-1]) and "for 2 of 3 measurements" in said[-2], said
+    assert output.read_text().count("spine1") and "spine0" not in output.read_text(), output.read_text()
+    # What is left of the job goes over the other spine.
+    assert after["leaf1-spine1"].up_bytes > 3_000_000, (said[3:], output.read_text())
+
+
+def test_a_meter_sees_a_dead_aggregator() -> None:
+    """What the server bypasses is gone, and back when it is not bypassed any more."""
+    made = cluster()
+    (job,) = made.jobs
+    state: dict[str, Any] = {"bypassed": [], "bytes": 0}
+
+    class Bed:
+        topology = type("Topology", (), {"cluster": made})
+
+        def links(self) -> list[Any]:
+            return []
+
+        def address(self, host: str, family: int = 4) -> str:
+            return made.host[host].addresses[family == 6]
+
+        def inside(self, node: str, function: Any) -> Any:
+            nodes = [
+                {"node": "worker", "workers": str(rank), "address": f"{self.address(host)}:4000{rank}", "bytes": 0}
+                for rank, host in enumerate(job.workers)
+            ]
+            return [{"job": 1, "bypassed": state["bypassed"], "nodes": nodes}]
+
+    bed: Any = Bed()
+    meter = watched.Meter.__new__(watched.Meter)
+    meter._bed, meter._job, meter._gone = bed, job, set()
+    look, bypassed = meter._look()
+    assert bypassed == set() and len(look.received) == 3
+    state["bypassed"] = [made.address(made.aggregator["a1"])]
+    assert meter._look()[1] == {"aggregator a1"}
+
+
+def _steps(path: str, other: str, steps: int, stopped: str) -> list[list[str]]:
+    """Sums in every step, through whichever deployment the file says; rank 0 replaces it in the middle."""
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    penstock.init(deployment=path)
+    group = dist.new_group(backend="penstock")
+    parents = []
+    for step in range(steps):
+        if step == steps // 2:
+            if rank == 0:
+                # The aggregator dies, and the plan that comes is one without it.
+                pathlib.Path(stopped).touch()
+                os.replace(other, path)
+            dist.barrier()
+        fresh = penstock.torch.switched(group, path)
+        assert (fresh is not group) == (step == steps // 2)
+        group = fresh
+        tensors = [torch.full((50_000,), float(step + rank + bucket)) for bucket in range(3)]
+        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+        for bucket, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+            work.wait()
+            expected = sum(step + other + bucket for other in range(world))
+            assert torch.equal(tensor, torch.full_like(tensor, float(expected))), (step, bucket, tensor[0])
+        [counted] = penstock.torch.stats()["aggregated"].values()
+        assert counted["fallback"] is None and counted["operations"] > 0
+        parents.append([server["parent"] for server in counted["servers"]])
+    with pytest.raises(penstock.errors.Config, match="the default group cannot be replaced"):
+        penstock.torch.switched(None, path)
+    dist.destroy_process_group()
+    return parents
+
+
+def test_a_job_switches_between_two_steps(tmp_path: pathlib.Path) -> None:
+    """Every step's sums are right, through one aggregator before and another after, although the first is killed in between."""
+    with Daemon("server") as server, Daemon("aggregator") as first, Daemon("aggregator") as second:
+        for name, aggregator in (("now", first), ("next", second)):
+            tree = [{"aggregator": aggregator.address, "workers": [0, 1]}]
+            section = {"servers": [{"address": server.address, "tree": tree}]}
+            (tmp_path / f"{name}.yaml").write_text(json.dumps({"version": 1, "aggregated": section}))
+        stopped = tmp_path / "stopped"
+
+        def kill() -> None:
+            until = time.monotonic() + 60
+            while not stopped.exists() and time.monotonic() < until:
+                time.sleep(0.01)
+            first.kill()
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        arguments = (str(tmp_path / "now.yaml"), str(tmp_path / "next.yaml"), 6, str(stopped))
+        values = ranks.run(_steps, count=2, args=arguments)
+        killer.join()
+        assert values == [[[first.address]] * 3 + [[second.address]] * 3] * 2, values
+
+
+def test_what_is_no_event_is_refused() -> None:
+    """Good ones come out as they were told."""
+    lines = ['{"gone": "link r0"}', "", '{"back": "aggregator a"}', '{"loads": {"link r0": "2 Mbit/s"}}']
+    assert list(watched.events_of(iter(lines))) == [
+        Gone("link r0"),
+        Gone("aggregator a", is_back=True),
+        Loads({"link r0": 2e6}),
+    ]
