@@ -77,8 +77,10 @@ def _all_kinds() -> list[str]:
             return call.data[::-1].copy()
 
         served = {str(size): torch.from_numpy(_pattern(size, size)) for size in SIZES}
+        # A name that ends with a slash serves all that begin with it; the longest such name counts.
+        trees = {tree: lambda call, tree=tree: f"{tree} has {call.name}".encode() for tree in ("tree/", "tree/a/")}
         with endpoint.serve(
-            "all kinds", requests={"reverse": reverse}, pushes={"data": take, "bye": waits.bye}, pulls=served
+            "all kinds", requests={"reverse": reverse, **trees}, pushes={"data": take, "bye": waits.bye}, pulls=served
         ) as server:
             server.on_pull("later", lambda call: bytes(f"for {call.client}", "ascii"))
             waits.wait()
@@ -103,6 +105,8 @@ def _all_kinds() -> list[str]:
         for work in pushes:
             assert work.wait() is None and work.done()
         assert bytes(client.pull("later").wait()) in (b"for 0", b"for 1")
+        for name, tree in {"tree/b": "tree/", "tree//b": "tree/", "tree//": "tree/", "tree/a/b/": "tree/a/"}.items():
+            assert bytes(client.request(name).wait()) == f"{tree} has {name}".encode()
         told = threading.Event()
         client.push("bye", None).on_done(lambda work: told.set())
         assert told.wait(10)

@@ -102,6 +102,23 @@ def test_a_name_that_no_server_looks_up(monkeypatch: pytest.MonkeyPatch) -> None
         answers.set()
 
 
+def test_a_name_with_several_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address that drops what comes takes its share of the time, not all of it; the next one answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.create_server(("127.0.0.1", 0)) as server:
+        fillers = [socket.socket() for _ in range(4)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        given = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", each.getsockname()) for each in (full, server)]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: given)
+        connected = door._connect(Address("two.example", 4000), 2.0)
+        assert connected.getpeername() == server.getsockname()
+        left_s = connected.gettimeout()
+        assert left_s is not None and left_s > 0.5, "the first address has taken all of the time"
+        for each in (connected, *fillers):
+            each.close()
+
+
 def test_what_is_refused() -> None:
     """Another secret, another name, no secret, an address that cannot be one: an error that says what to do."""
     ranks.run(_refused, count=2, env=_ALONE, env_of_rank={0: {"WHO": "0"}, 1: {"WHO": "1"}}, args=(_free_address(),))

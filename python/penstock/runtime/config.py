@@ -108,8 +108,8 @@ def given_value(name: str, environ: Mapping[str, str] = os.environ) -> str | Non
 
 
 def streams_within_host(settings: Settings, environ: Mapping[str, str] = os.environ) -> int:
-    """TCP streams to a peer at an address of this host. Nothing caps a flow there: the user's number, else one, or four for each I/O
-    thread where there are several."""
+    """TCP streams to a peer at an address of this host. Nothing caps a flow there: the user's number, else one, or four for each
+    of several I/O threads."""
     if given_value("PENSTOCK_STREAMS", environ) is not None:
         return settings.streams
     return 1 if settings.io_threads == 1 else 4 * settings.io_threads
@@ -264,8 +264,8 @@ SETTINGS = (
         "16",
         _streams,
         "TCP streams to each peer. More of them add up where the network caps a flow and find more of its paths; each "
-        "takes up to 272 KiB of memory. Not set: 16 between hosts; to a peer at an address of this host 1, or 4 for each I/O thread of several. Measured: "
-        "docs/benchmarks/.",
+        "takes up to 272 KiB of memory. Not set: 16 between hosts; to a peer at an address of this host 1, or 4 "
+        "for each I/O thread of several. Measured: docs/benchmarks/.",
     ),
     Setting(
         "PENSTOCK_IO_THREADS",

@@ -215,12 +215,18 @@ def _connect(address: Address, within_s: float) -> socket.socket:
     if thread.is_alive():
         raise OSError(f"the address of {address.host} was not found within {within_s:.1f} s: do name servers answer?")
     last: Exception = OSError(f"{address.host} has no address")
-    for each in found:
+    for left, each in zip(range(len(found), 0, -1), found, strict=True):
         if isinstance(each, Exception):
             raise each
+        family, kind, protocol, _, sockaddr = each
+        connection = socket.socket(family, kind, protocol)
         try:
-            return socket.create_connection(each[4][:2], max(until - time.monotonic(), _SHORTEST_S))
+            # What is left of the time is shared by the addresses that are left: one may lead nowhere.
+            connection.settimeout(max((until - time.monotonic()) / left, _SHORTEST_S))
+            connection.connect(sockaddr)
+            return connection
         except OSError as error:
+            connection.close()
             last = error
     raise last
 

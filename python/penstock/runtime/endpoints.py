@@ -265,7 +265,7 @@ class Server:
     def _handler(self, kind: str, name: str) -> Handler | Whole:
         """That of the name, or else of the longest beginning of it that ends with a slash."""
         while (handler := self._handlers.get((kind, name))) is None:
-            name = name[: name.rstrip("/").rindex("/") + 1]
+            name = name[: name[:-1].rindex("/") + 1]
         return handler
 
     def _accept(self) -> None:

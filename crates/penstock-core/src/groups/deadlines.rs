@@ -94,6 +94,10 @@ impl<B> Group<B> {
         // The first one says most: later ones may wait for ranks that wait for others in it.
         let late = late.map(|(op, active)| (active.started, *op)).min().map(|(_, op)| op);
         if let Some(op) = late {
+            let about = About::Operation(op);
+            if common.pending_failures.iter().any(|known| (known.group, known.about) == (self.id, about)) {
+                return;
+            }
             let failure = self.late(&common.early, op);
             let awaited = self.ops[&op].operation.awaited();
             let has_opened = |rank: &u32| self.ops[&op].issued.get(rank).is_some_and(|count| *count > 0);
@@ -102,13 +106,9 @@ impl<B> Group<B> {
             // part in the operation, and waits for its device or for others.
             let others_know_more = op.channel != ChannelId::MAIN && op.seq == 0 && awaited.iter().all(has_opened)
                 || op.sequence == Sequence::Collectives && awaited.iter().all(has_issued);
-            let about = About::Operation(op);
-            let is_pending = common.pending_failures.iter().any(|known| (known.group, known.about) == (self.id, about));
             // Or what was awaited has come, and this rank is about to work on it; that may lead to another question.
-            if others_know_more || awaited.is_empty() || is_pending {
-                if !is_pending {
-                    common.pending_failures.push(Pending { by: now.plus(SECOND), group: self.id, failure, about });
-                }
+            if others_know_more || awaited.is_empty() {
+                common.pending_failures.push(Pending { by: now.plus(SECOND), group: self.id, failure, about });
                 return;
             }
             return self.fail(common, host, ChannelId::MAIN, failure, true);

@@ -38,7 +38,8 @@ pub(super) struct Threads {
     pub(super) wakes: Vec<Arc<Wake>>,
     /// By thread: sockets that may have more to read, although the kernel reports them only once.
     pub(super) again: Vec<Vec<u64>>,
-    /// By thread: when the kernel was last asked what has arrived. All of that has been read since, or as much of it as one turn reads.
+    /// By thread: when the kernel was last asked what has arrived. All of that has been read since, or as much of it as one turn reads, but
+    /// for what a thread that is in the middle of its turn has yet to read.
     pub(super) looked: Vec<Time>,
     /// Until when thread 0 sleeps, unless it is woken.
     pub(super) sleeps_until: Time,

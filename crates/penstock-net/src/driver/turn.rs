@@ -348,7 +348,6 @@ impl<H: Handler> Turn<'_, H> {
     /// Lets every stream that has room pull frames and write them, of all peers the most urgent first. While other threads always find
     /// more, it ends when this thread has not looked at its sockets for long.
     pub(super) fn pump(&mut self) {
-        let thread = self.thread;
         loop {
             let State { driver, handler } = self.state();
             if driver.peers.dirty.is_empty() {
@@ -363,12 +362,19 @@ impl<H: Handler> Turn<'_, H> {
                     let at = turns.partition_point(|other| peers.look(*other).most_urgent() > urgency);
                     turns.insert(at, peer);
                 }
-            }
-            let driver = self.driver();
-            if driver.threads.count() > 1 && driver.now().since(driver.threads.looked[thread]) >= LOOK_WITHIN {
-                return;
+                if self.is_to_look() {
+                    turns.drain(..).for_each(|peer| drop(self.driver().peers.machine(peer)));
+                    return;
+                }
             }
         }
+    }
+
+    /// Whether other threads may find this one more to send for ever, and it has not looked at its sockets for long.
+    fn is_to_look(&mut self) -> bool {
+        let thread = self.thread;
+        let driver = self.driver();
+        driver.threads.count() > 1 && driver.now().since(driver.threads.looked[thread]) >= LOOK_WITHIN
     }
 
     /// Lets the streams to a peer pull frames. Returns true if the peer has more to send, but `next` something more urgent.
@@ -400,6 +406,10 @@ impl<H: Handler> Turn<'_, H> {
             let peers = &self.driver().peers;
             let urgency = peers.look(peer).most_urgent();
             gives_way = next.is_some_and(|next| peers.look(next).most_urgent() < urgency);
+            if !open.is_empty() && self.is_to_look() {
+                self.driver().peers.machine(peer);
+                return false;
+            }
         }
         gives_way && !open.is_empty()
     }

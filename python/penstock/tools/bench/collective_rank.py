@@ -196,7 +196,7 @@ class SharedRunner(TorchRunner):
 
 
 class CudaRunner(TorchRunner):
-    """The same on tensors of a GPU: ranks beyond the number of GPUs share them. An operation ends when the device has its result."""
+    """The same on tensors of a GPU: ranks share GPUs where there are fewer. An operation ends with its result on the device."""
 
     def __init__(self, backend: str, rank: int, ranks: int, host: str, timeout_s: float):
         super().__init__(backend, rank, ranks, host, timeout_s)
