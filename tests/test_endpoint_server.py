@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+import urllib.request
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,11 @@ _ALONE = {"MASTER_ADDR": None, "MASTER_PORT": None, "RANK": None, "WORLD_SIZE": 
 _WORKERS = 3
 
 
-def _server() -> tuple[daemons.Daemon, str]:
+def _server(*options: str) -> tuple[daemons.Daemon, str]:
     """A server, and the address of its endpoint."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         at = f"127.0.0.1:{found.getsockname()[1]}"
-    return daemons.Daemon("server", "--endpoint", at, env={"PENSTOCK_SECRET": _SECRET}), at
+    return daemons.Daemon("server", "--endpoint", at, *options, env={"PENSTOCK_SECRET": _SECRET}), at
 
 
 def _open(address: str, **changes: Any) -> None:
@@ -78,7 +79,7 @@ def test_sums_over_streams(medium: dict[str, str], done: str) -> None:
     with server:
         _open(server.address, done=done)
         of_rank = {rank: {"WHO": str(rank)} for rank in range(_WORKERS)}
-        ranks.run(_sums, count=_WORKERS, env={**_ALONE, **medium}, env_of_rank=of_rank, args=(at,))
+        ranks.run(_sums, count=_WORKERS, env={**_ALONE, **medium}, env_of_rank=of_rank, args=(at, done))
         counted = server.get("/jobs")
         assert counted["socket"]["received"] == 0
         [job] = counted["jobs"]
@@ -89,7 +90,7 @@ def test_sums_over_streams(medium: dict[str, str], done: str) -> None:
             _lets_go(server)
 
 
-def _sums(at: str) -> None:
+def _sums(at: str, done: str) -> None:
     who = int(os.environ["WHO"])
     name = f"sums/7/1/{who}"
     with _connect(at) as client:
@@ -102,6 +103,11 @@ def _sums(at: str) -> None:
                 push.wait()
             for number, pull in pulls:
                 assert pull.wait().tobytes() == _sum(number).tobytes(), f"buffer {number}"
+        more = (
+            "larger pending_bytes"
+            if done == "buffer"
+            else 'open the job with "done": "buffer" and a larger pending_bytes'
+        )
         told = json.loads(bytes(client.request("jobs").wait()))
         assert [job["job"] for job in told["jobs"]] == [7]
         for ask, why in [
@@ -109,11 +115,12 @@ def _sums(at: str) -> None:
             (lambda: client.pull(f"{name}/9000"), "is too far ahead: 8 to 4103 are here at a time"),
             (lambda: client.push(f"{name}/9000/f32", _part(who, 13)), "is too far ahead"),
             (lambda: client.push(f"{name}/11/f32", _part(who, 11, 400)), "was pushed already, with 160004 bytes"),
+            (lambda: client.push(f"{name}/11/f32", _part(who, 12)), "was pushed already, with other contents"),
             (lambda: client.push(f"{name}/12/f64", _part(who, 12)), "names no buffer"),
             (lambda: client.push(f"{name}/12/f32", b"odd"), "no whole number of elements"),
             (lambda: client.push("sums/7/2/0/12/f32", _part(who, 12)), "epoch 2 of job 7 is not open"),
             (lambda: client.push("sums/7/1/9/12/f32", _part(who, 12)), "worker 9 of job 7 does not push over a stream"),
-            (lambda: client.push(f"{name}/12/f32", np.zeros(20 << 20, np.float32)), "larger pending_bytes"),
+            (lambda: client.push(f"{name}/12/f32", np.zeros(20 << 20, np.float32)), more),
         ]:
             with pytest.raises(errors.HandlerFailed, match=why):
                 ask().wait()
@@ -204,3 +211,78 @@ def _orphaned(at: str) -> None:
             assert time.monotonic() < deadline
         client.push(f"sums/7/2/{who}/0/f32", _part(who, 5)).wait()
         assert client.pull(f"sums/7/2/{who}/0").wait().tobytes() == _sum(5).tobytes()
+
+
+def test_many_calls_wait() -> None:
+    """A client has pulls of 300 buffers waiting, and then pushes these, the last one first: all of them end."""
+    server, at = _server()
+    with server:
+        _open(server.address, tree=[{"worker": 0}], workers=["stream"])
+        ranks.run(_many, count=1, env=_ALONE, args=(at,))
+
+
+def _many(at: str) -> None:
+    with _connect(at) as client:
+        numbers = range(300)
+        pulls = [client.pull(f"sums/7/1/0/{number}") for number in numbers]
+        pushes = [client.push(f"sums/7/1/0/{number}/f32", _part(0, number, 400)) for number in reversed(numbers)]
+        for push in pushes:
+            push.wait()
+        for number, pull in zip(numbers, pulls, strict=True):
+            assert pull.wait().tobytes() == _part(0, number, 400).tobytes()
+
+
+def test_memory_of_pushes() -> None:
+    """A push for which a server with this --memory can have no job is refused before it is sent; one that has room is taken."""
+    server, at = _server("--memory", "16M")
+    with server:
+        _open(server.address, tree=[{"worker": 0}], workers=["stream"], pending_bytes=4 << 20)
+        ranks.run(_pushed, count=1, env=_ALONE, args=(at,))
+
+
+def _pushed(at: str) -> None:
+    with _connect(at) as client:
+        with pytest.raises(errors.Config, match="8388608"):
+            client.push("sums/8/1/0/0/f32", np.zeros((8 << 20) // 4 + 1, np.float32)).wait()
+        client.push("sums/7/1/0/0/f32", np.zeros((4 << 20) // 4, np.float32)).wait()
+
+
+def test_terminated_between_push_and_pull() -> None:
+    """SIGTERM comes when all pushes have ended and one worker has not pulled: it gets its result, and then the server ends."""
+    server, at = _server()
+    with server:
+        _open(server.address, tree=[{"worker": 0}, {"worker": 1}], workers=["stream"] * 2)
+        of_rank = {rank: {"WHO": str(rank)} for rank in range(2)}
+        with ranks.Ranks(_late, count=2, env=_ALONE, env_of_rank=of_rank, args=(at, server.address)) as job:
+            job.await_note("pushed", deadline_s=40)
+            assert server._process is not None
+            server._process.send_signal(signal.SIGTERM)
+            outcomes = job.outcomes(timeout_s=60)
+            assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+            assert server._process.wait(timeout=9) == 0
+
+
+def _late(at: str, address: str) -> None:
+    who = int(os.environ["WHO"])
+    with _connect(at) as client:
+        client.push(f"sums/7/1/{who}/0/f32", _part(who, 0)).wait()
+        if who == 0:
+            client.pull("sums/7/1/0/0").wait()
+        ranks.note("pushed")
+        if who == 1:
+            # The server has the signal, and holds nothing more but what this worker pulls: it answers for a second all the same.
+            start = until = time.monotonic()
+            while time.monotonic() < until + 1:
+                if (
+                    not _drains(address)
+                    or json.loads(bytes(client.request("jobs").wait()))["jobs"][0]["held_bytes"] > 0
+                ):
+                    until = time.monotonic()
+                    assert until < start + 20
+            expected = _part(0, 0) + _part(1, 0)
+            assert client.pull("sums/7/1/1/0").wait().tobytes() == expected.tobytes()
+
+
+def _drains(address: str) -> bool:
+    with urllib.request.urlopen(f"http://{address}/", timeout=5) as answer:
+        return bool(json.loads(answer.read())["draining"])

@@ -229,6 +229,13 @@ impl Server {
         }
     }
 
+    /// The format, the flags and the length of the blocks of this SeqNum that are here: others must be like them.
+    #[must_use]
+    pub fn shape(&self, seq: Serial) -> Option<(Format, u8, usize)> {
+        let slot = &self.slots[self.index(seq)];
+        (slot.tag == Some(seq)).then_some((slot.format, slot.flags, slot.length))
+    }
+
     /// All children of the server, a bit for each.
     fn all(&self) -> u64 {
         u64::MAX >> (64 - self.heard.len())

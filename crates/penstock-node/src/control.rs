@@ -2,11 +2,11 @@
 
 use crate::admission::{aggregator_job, server_job};
 use crate::http::{Request, Response};
-use crate::report::{About, Report};
-use crate::shard::{Command, Handle, Refused};
+use crate::report::{About, JobReport, Report};
+use crate::shard::{Command, Handle, Refused, epoch_is_over};
 use crate::streams::Streamed;
 use crate::{Config, Role, proof};
-use penstock_aggregation::VERSION;
+use penstock_aggregation::{Limits, VERSION};
 use serde_json::json;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::net::SocketAddr;
@@ -90,6 +90,10 @@ impl Control {
         }
     }
 
+    pub(crate) fn limits(&self) -> Limits {
+        self.config.limits
+    }
+
     /// Opens no new jobs from now on.
     pub(crate) fn drain(&self) {
         self.draining.store(true, Ordering::Relaxed);
@@ -104,10 +108,11 @@ impl Control {
         self.report().map(|report| report.json().to_string())
     }
 
-    /// A worker behind a stream pushes or pulls. If the shard has ended, the call is dropped.
+    /// A worker behind a stream pushes or pulls.
     pub(crate) fn stream(&self, name: &str, call: Streamed) {
-        if let Some(shard) = self.shards().first() {
-            shard.send(Command::Stream(name.to_owned(), call));
+        let back = self.shards()[0].send(Command::Stream(name.to_owned(), call));
+        if let Some(command) = back {
+            command.refuse();
         }
     }
 
@@ -116,9 +121,13 @@ impl Control {
         let report = self.report()?;
         Some(report.jobs.iter().all(|job| {
             // A server also waits until all workers have their results.
-            let untold = job.server.as_ref().is_some_and(|server| match &server.held {
-                Some(held) => held.bytes > 0,
-                None => server.credit.wrapping_sub(server.ack).wrapping_add(1) < job.window,
+            let untold = job.server.as_ref().is_some_and(|server| {
+                // The server's part of a worker behind a stream has results before that worker has.
+                server.waiting + server.untold > 0
+                    || match &server.held {
+                        Some(held) => held.bytes > 0,
+                        None => server.credit.wrapping_sub(server.ack).wrapping_add(1) < job.window,
+                    }
             });
             job.waiting_slots == 0 && !untold
         }))
@@ -130,13 +139,22 @@ impl Control {
             return;
         };
         let limit = u64::try_from(self.config.forget_after.as_nanos()).unwrap_or(u64::MAX);
-        for job in report.jobs.iter().filter(|job| job.silent_ns() > limit) {
+        // A worker that waits asks nothing more. But calls of clients that have died wait, too.
+        let limit_of = |job: &JobReport| {
+            let waits = job.server.as_ref().is_some_and(|server| server.waiting > 0);
+            if waits { limit.saturating_mul(WAITING) } else { limit }
+        };
+        for job in report.jobs.iter().filter(|job| job.silent_ns() > limit_of(job)) {
             let mut registry = self.registry();
             // The job may have been opened again in the meantime.
             if registry.jobs.get(&job.job).is_some_and(|(epoch, _)| *epoch == job.epoch) {
-                self.close_everywhere(&mut registry, job.job);
-                self.forgotten.fetch_add(1, Ordering::Relaxed);
                 let silent = job.silent_ns() as f64 / 1e9;
+                let why = format!(
+                    "job {} (epoch {}) is closed: nothing was asked for {silent:.0} s: raise --forget-after, and open the next epoch",
+                    job.job, job.epoch
+                );
+                self.close_everywhere(&mut registry, job.job, &why);
+                self.forgotten.fetch_add(1, Ordering::Relaxed);
                 log::warn!(
                     "penstock: job {} (epoch {}) is closed: nothing was heard for {silent:.0} s",
                     job.job,
@@ -208,7 +226,7 @@ impl Control {
             // already dropped.
             if at > 0 || refused.status == 503 {
                 drop(shards);
-                self.close_everywhere(&mut registry, job);
+                self.close_everywhere(&mut registry, job, &epoch_is_over(job, epoch));
             }
             return refused;
         }
@@ -230,17 +248,17 @@ impl Control {
                 Response::error(409, format!("job {job} is in epoch {known}, not {epoch}"))
             }
             Some(_) => {
-                self.close_everywhere(&mut registry, job);
+                self.close_everywhere(&mut registry, job, &epoch_is_over(job, epoch));
                 log::info!("penstock: job {job} (epoch {epoch}) is closed");
                 Response::json(200, &json!({ "closed": job }))
             }
         }
     }
 
-    fn close_everywhere(&self, registry: &mut Registry, job: u32) {
+    fn close_everywhere(&self, registry: &mut Registry, job: u32, why: &str) {
         for shard in self.shards().iter() {
             let (answer, closed) = sync_channel(1);
-            shard.send(Command::Close(job, answer));
+            shard.send(Command::Close(job, why.to_owned(), answer));
             let _ = closed.recv_timeout(ANSWER);
         }
         if let Some((epoch, _)) = registry.jobs.remove(&job)
@@ -317,5 +335,7 @@ impl Control {
 
 /// How long to wait for a shard's answer. A shard answers between batches; this is a thousand of them.
 const ANSWER: Duration = Duration::from_secs(5);
+/// How many times --forget-after a job may be silent while workers behind streams wait.
+const WAITING: u64 = 10;
 /// How many closed jobs a server remembers: 8 bytes each, and their order.
 const CLOSED: usize = 65536;

@@ -153,6 +153,12 @@ impl Daemon {
         self.here
     }
 
+    /// Bytes of sums of all jobs together.
+    #[must_use]
+    pub fn memory_bytes(&self) -> usize {
+        self.control.limits().memory_bytes
+    }
+
     /// Its jobs and their counters, the JSON of `GET /jobs`. `None`: a shard does not answer.
     #[must_use]
     pub fn jobs(&self) -> Option<String> {

@@ -45,6 +45,10 @@ pub(crate) struct ServerReport {
     /// Where results come apart.
     pub(crate) held: Option<HeldReport>,
     pub(crate) bypassed: Vec<SocketAddr>,
+    /// Calls of workers behind streams that wait.
+    pub(crate) waiting: usize,
+    /// Buffers of theirs that were pushed, and whose outcome no pull has had.
+    pub(crate) untold: usize,
 }
 
 /// What a server has accepted and still holds.
@@ -267,7 +271,7 @@ impl JobReport {
         ] {
             fields.insert(name.into(), value);
         }
-        if let Some(ServerReport { committed, ack, credit, held, bypassed }) = &self.server {
+        if let Some(ServerReport { committed, ack, credit, held, bypassed, .. }) = &self.server {
             fields.insert("committed".into(), json!(committed));
             fields.insert("ack".into(), json!(ack));
             fields.insert("credit".into(), json!(credit));

@@ -31,8 +31,8 @@ use std::time::Instant;
 pub(crate) enum Command {
     /// Open a job, or its next epoch.
     Open(Box<Admitted>, SyncSender<Result<(), Refused>>),
-    /// Close a job.
-    Close(u32, SyncSender<()>),
+    /// Close a job, for this reason.
+    Close(u32, String, SyncSender<()>),
     /// Report the counters.
     Report(SyncSender<Report>),
     /// The work behind a buffer has ended.
@@ -41,6 +41,21 @@ pub(crate) enum Command {
     Stream(String, Streamed),
     /// End the thread.
     Stop,
+}
+
+impl Command {
+    /// The shard has ended: who waits for this one hears that.
+    pub(crate) fn refuse(self) {
+        if let Command::Stream(_, call) = self {
+            call.refuse(ENDED.into());
+        }
+    }
+}
+
+pub(crate) const ENDED: &str = "the server has ended: connect to the next one and open a new epoch";
+
+pub(crate) fn epoch_is_over(job: u32, epoch: u16) -> String {
+    format!("epoch {epoch} of job {job} is over")
 }
 
 /// Why a job cannot be opened.
@@ -60,12 +75,12 @@ pub(crate) struct Mailbox {
 }
 
 impl Mailbox {
-    /// Sends a command. Returns false if the shard has ended.
-    pub(crate) fn send(&self, command: Command) -> bool {
-        let sent = self.sender.send(command).is_ok();
+    /// Sends a command. Returns it if the shard has ended.
+    pub(crate) fn send(&self, command: Command) -> Option<Command> {
+        let sent = self.sender.send(command);
         // A full counter wakes the thread as well.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
-        sent
+        sent.err().map(|error| error.0)
     }
 }
 
@@ -76,8 +91,8 @@ pub(crate) struct Handle {
 }
 
 impl Handle {
-    /// Sends a command. Returns false if the shard has ended.
-    pub(crate) fn send(&self, command: Command) -> bool {
+    /// Sends a command. Returns it if the shard has ended.
+    pub(crate) fn send(&self, command: Command) -> Option<Command> {
         self.mailbox.send(command)
     }
 
@@ -130,7 +145,9 @@ trait Machine: Send + 'static {
     /// Called after every batch, and when the time-out is due: sends through the socket until it is blocked.
     fn send(&mut self, now: Time, socket: &mut Datagrams);
     fn open(&mut self, now: Time, job: Admitted) -> Result<(), Refused>;
-    fn close(&mut self, job: u32);
+    fn close(&mut self, job: u32, why: &str);
+    /// The shard is about to end.
+    fn end(&mut self) {}
     /// The work behind a buffer has ended.
     fn done(&mut self, _now: Time, _ended: Ended) {}
     /// A worker behind a stream asks this.
@@ -163,8 +180,8 @@ fn run<M: Machine>(mut machine: M, mut socket: Datagrams, mailbox: &Receiver<Com
             // The thread that asked may have ended.
             match command {
                 Command::Open(job, answer) => drop(answer.send(machine.open(now, *job))),
-                Command::Close(job, answer) => {
-                    machine.close(job);
+                Command::Close(job, why, answer) => {
+                    machine.close(job, &why);
                     let _ = answer.send(());
                 }
                 Command::Report(answer) => {
@@ -175,7 +192,13 @@ fn run<M: Machine>(mut machine: M, mut socket: Datagrams, mailbox: &Receiver<Com
                 }
                 Command::Done(ended) => machine.done(now, ended),
                 Command::Stream(name, call) => machine.stream(now, &name, call),
-                Command::Stop => return,
+                Command::Stop => {
+                    machine.end();
+                    for command in mailbox.try_iter() {
+                        command.refuse();
+                    }
+                    return;
+                }
             }
         }
         let now = clock();

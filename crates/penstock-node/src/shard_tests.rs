@@ -145,6 +145,40 @@ fn work_for_epochs_that_are_over() {
     assert_eq!(serving.open(Time(3), job()), Ok(()));
 }
 
+/// What workers behind streams have to say is said in turns, so that datagrams are received in between.
+#[test]
+fn turns() {
+    let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 9));
+    let body = r#"{"epoch": 3, "key": null, "names": "children", "window": 1024, "block_bytes": 64, "floats": true, "start": 0,
+        "tree": [{"worker": 0}, {"worker": 1}], "workers": ["stream", "stream"]}"#;
+    let (sender, _outcomes) = channel();
+    let wake = Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
+    let (lends, _buffers) = channel();
+    let limits = Limits { slots: 1024, memory_bytes: 1 << 30, ..settings().limits };
+    let mut serving = Serving::new(&Settings { limits, ..settings() }, lends, Mailbox { sender, wake });
+    serving.open(Time(0), server_job(5, body.as_bytes(), here).unwrap()).unwrap();
+    let mut out = socket();
+    let (told, outcomes) = channel();
+    for worker in 0..2 {
+        let told = told.clone();
+        let call = Streamed::Push(Box::new(vec![1u8; 64 * 4096]), Box::new(move |outcome| drop(told.send(outcome))));
+        serving.stream(Time(1), &format!("5/3/{worker}/0/i32"), call);
+    }
+    let said = |serving: &Serving| serving.report(Time(2)).jobs[0].nodes.iter().map(|node| node.packets).sum::<u64>();
+    let (mut before, mut sends) = (0, 0);
+    for now in 1.. {
+        serving.send(Time(now), &mut out);
+        assert!(said(&serving) <= before + u64::from(serving::TURN), "{} packets in one turn", said(&serving) - before);
+        (before, sends) = (said(&serving), sends + 1);
+        if let Ok(outcome) = outcomes.try_recv() {
+            assert_eq!(outcome, Ok(()));
+            break;
+        }
+        assert!(sends < 10_000, "{before} packets");
+    }
+    assert!(before >= 2 * 4096);
+}
+
 /// Gives a train to a machine, with a real outbox: a datagram of ours brings it about.
 fn deliver(out: &mut Datagrams, machine: &mut impl Machine, now: Time, train: Train<'_>) {
     let here = out.local_addr();

@@ -98,11 +98,15 @@ pub(crate) struct Stream {
     /// Buffers from `first` on, also those that were not pushed yet, though a later one was, or is pulled.
     buffers: VecDeque<Pushed>,
     first: u64,
+    /// From this buffer on none can be done, and why.
+    broken: Option<(u64, String)>,
 }
 
 #[derive(Default)]
 struct Pushed {
     format: Option<Format>,
+    /// The CRC32C of what was pushed.
+    sum: u32,
     /// From its push until all its blocks are accepted.
     body: Option<Body>,
     pushes: Vec<Answer<()>>,
@@ -116,6 +120,8 @@ struct Pushed {
     got: u32,
     bytes: usize,
     outcome: Option<Result<Results, String>>,
+    /// A pull has had the outcome.
+    is_told: bool,
 }
 
 impl Stream {
@@ -143,6 +149,7 @@ impl Stream {
             limit,
             buffers: VecDeque::new(),
             first: 0,
+            broken: None,
         }
     }
 
@@ -164,17 +171,27 @@ impl Stream {
         answer: Answer<()>,
     ) -> Result<(), (String, Answer<()>)> {
         let bytes = (*body).as_ref().len();
-        let kept: usize = self.buffers.iter().map(|buffer| buffer.bytes).sum();
-        let (first, limit, block_bytes) = (self.first, self.limit, self.block_bytes);
+        let sum = crc32c::crc32c((*body).as_ref());
+        let (first, block_bytes) = (self.first, self.block_bytes);
         if number < first {
             answer(Ok(()));
             return Ok(());
         }
+        let why = self.why_broken(number);
         let Some(buffer) = self.at(number) else { return Err((too_far(number, first), answer)) };
         if buffer.blocks > 0 {
             // A client that was cut off does not know whether its push has come.
             if buffer.bytes != bytes || buffer.format != format {
                 return Err((format!("buffer {number} was pushed already, with {} bytes", buffer.bytes), answer));
+            }
+            if buffer.sum != sum {
+                let why = format!(
+                    "buffer {number} was pushed already, with other contents: open a new epoch to push other gradients"
+                );
+                return Err((why, answer));
+            }
+            if let (Some(_), Some(why)) = (&buffer.body, why) {
+                return Err((why, answer));
             }
             match buffer.body {
                 Some(_) => wait(&mut buffer.pushes, answer, |oldest| oldest(Err(AGAIN.into()))),
@@ -187,18 +204,89 @@ impl Stream {
                 format!("{bytes} bytes are no whole number of elements of {WIDTH}, or a block has no room for one");
             return Err((why, answer));
         }
-        if kept + bytes > limit {
-            let why = format!(
-                "{bytes} bytes, and {kept} of buffers from {first} on are here, of at most {limit}: pull those that are done, and say \
-                 /HAS behind the name of a pull, which lets go of those before, or open the job with a larger pending_bytes"
-            );
+        if let Some(why) = why {
             return Err((why, answer));
         }
-        buffer.format = format;
+        if let Err(why) = self.make_room(number, bytes) {
+            return Err((why, answer));
+        }
+        let buffer = self.at(number).expect("its place is there");
+        (buffer.format, buffer.sum) = (format, sum);
         buffer.body = Some(body);
         buffer.pushes.push(answer);
         (buffer.bytes, buffer.blocks) = (bytes, bytes.div_ceil(block_bytes) as u32);
         Ok(())
+    }
+
+    /// Makes room for a buffer's bytes. Blocks leave in the order of buffers, so later buffers that wait for this one must not keep it out.
+    fn make_room(&mut self, number: u64, bytes: usize) -> Result<(), String> {
+        let (first, limit) = (self.first, self.limit);
+        let kept: usize = self.buffers.iter().map(|buffer| buffer.bytes).sum();
+        let more = if self.is_apart { "" } else { "\"done\": \"buffer\" and " };
+        let how = format!(
+            "pull those that are done, and say /HAS behind the name of a pull, which lets go of those before, or open the job with \
+             {more}a larger pending_bytes"
+        );
+        let later = (number - first) as usize + 1;
+        // If one of these has left, this buffer has, too.
+        let movable: usize = self.buffers.iter().skip(later).filter(|buffer| buffer.posted == 0).map(|b| b.bytes).sum();
+        if kept - movable + bytes > limit {
+            return Err(format!(
+                "{bytes} bytes, and {kept} of buffers from {first} on are here, of at most {limit}: {how}"
+            ));
+        }
+        let mut over = (kept + bytes).saturating_sub(limit);
+        for (index, buffer) in self.buffers.iter_mut().enumerate().skip(later).rev().filter(|(_, b)| b.blocks > 0) {
+            if over == 0 {
+                break;
+            }
+            over = over.saturating_sub(buffer.bytes);
+            let why = format!(
+                "buffer {} has made room for buffer {number}, of at most {limit} bytes: push it again later; {how}",
+                first + index as u64
+            );
+            // Pulls go on waiting, as they do before a push.
+            let pulls = std::mem::take(&mut buffer.pulls);
+            let Pushed { pushes, .. } = std::mem::replace(buffer, Pushed { pulls, ..Pushed::default() });
+            pushes.into_iter().for_each(|answer| answer(Err(why.clone())));
+        }
+        Ok(())
+    }
+
+    fn why_broken(&self, number: u64) -> Option<String> {
+        self.broken.as_ref().filter(|(from, _)| number >= *from).map(|(_, why)| why.clone())
+    }
+
+    /// Where a block of this SeqNum is: its number in a buffer, and the buffer's.
+    pub(crate) fn number_of(&mut self, seq: Serial) -> Option<(u32, u64)> {
+        let first = self.first;
+        let (buffer, block, _) = self.place_of(seq)?;
+        let start = buffer.start;
+        let index = self.buffers.iter().position(|buffer| buffer.posted > 0 && buffer.start == start)?;
+        Some((block, first + index as u64))
+    }
+
+    /// Workers' blocks of this SeqNum do not fit together, so neither its buffer nor a later one will be done: whoever waits hears why.
+    pub(crate) fn misfit(&mut self, seq: Serial, why: &str) {
+        let Some((_, number)) = self.number_of(seq) else { return };
+        if self.why_broken(number).is_some() {
+            return;
+        }
+        for buffer in self.buffers.iter_mut().skip((number - self.first) as usize) {
+            buffer.pushes.drain(..).for_each(|answer| answer(Err(why.to_owned())));
+            buffer.pulls.drain(..).for_each(|answer| answer(Err(why.to_owned())));
+        }
+        self.broken = Some((number, why.to_owned()));
+    }
+
+    /// Calls that wait.
+    pub(crate) fn waiting(&self) -> usize {
+        self.buffers.iter().map(|buffer| buffer.pushes.len() + buffer.pulls.len()).sum()
+    }
+
+    /// Buffers that were pushed, and whose outcome no pull has had.
+    pub(crate) fn untold(&self) -> usize {
+        self.buffers.iter().filter(|buffer| buffer.blocks > 0 && !buffer.is_told).count()
     }
 
     fn pull(&mut self, Name { number, has, .. }: Name, answer: Answer<Results>) {
@@ -206,16 +294,20 @@ impl Stream {
             self.buffers.pop_front();
             self.first += 1;
         }
-        let first = self.first;
+        let (first, why) = (self.first, self.why_broken(number));
         match self.at(number) {
             None if number < first => {
                 answer(Err(format!("the worker has said that it has the results before {first}")))
             }
             None => answer(Err(too_far(number, first))),
-            Some(buffer) => match &buffer.outcome {
-                Some(outcome) => answer(outcome.clone()),
+            Some(buffer) => match (&buffer.outcome, why) {
+                (Some(outcome), _) => {
+                    buffer.is_told = true;
+                    answer(outcome.clone());
+                }
+                (None, Some(why)) => answer(Err(why)),
                 // Also where its push is still on the way: calls overtake each other.
-                None => wait(&mut buffer.pulls, answer, |oldest| oldest(Err(AGAIN.into()))),
+                (None, None) => wait(&mut buffer.pulls, answer, |oldest| oldest(Err(AGAIN.into()))),
             },
         }
     }
@@ -333,6 +425,7 @@ fn too_far(number: u64, first: u64) -> String {
 impl Pushed {
     fn end(&mut self, outcome: Result<Results, String>) {
         self.results = Vec::new();
+        self.is_told = !self.pulls.is_empty();
         self.pulls.drain(..).for_each(|answer| answer(outcome.clone()));
         self.outcome = Some(outcome);
     }

@@ -40,6 +40,12 @@ impl Daemon {
         self.0.local_addr().to_string()
     }
 
+    /// Bytes of sums of all jobs together.
+    #[getter]
+    fn memory_bytes(&self) -> usize {
+        self.0.memory_bytes()
+    }
+
     /// Its jobs and their counters, as JSON. None: it does not answer.
     fn jobs(&self, py: Python<'_>) -> Option<String> {
         py.detach(|| self.0.jobs())

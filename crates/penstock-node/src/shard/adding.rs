@@ -240,7 +240,7 @@ impl Machine for Adding {
         Ok(())
     }
 
-    fn close(&mut self, job: u32) {
+    fn close(&mut self, job: u32, _why: &str) {
         self.run = None;
         self.aggregator.close(job);
         self.jobs.remove(&job);

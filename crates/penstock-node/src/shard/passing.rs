@@ -30,7 +30,7 @@ impl Machine for Passing {
         Err(Refused::Conflict("this loop has no jobs".into()))
     }
 
-    fn close(&mut self, _job: u32) {}
+    fn close(&mut self, _job: u32, _why: &str) {}
 
     fn report(&self, _now: Time) -> Report {
         Report::default()

@@ -1,13 +1,15 @@
 //! A server's shard.
 
-use super::{Command, Door, Known, Loss, Machine, Mailbox, Refused, Settings, UNAUTHENTICATED, job_of};
+use super::{
+    Command, Door, ENDED, Known, Loss, Machine, Mailbox, Refused, Settings, UNAUTHENTICATED, epoch_is_over, job_of,
+};
 use crate::admission::{Admitted, Kind, Listed, PENDING_BYTES, RoleJob};
 use crate::report::{HeldReport, JobReport, Report, ServerReport};
 use crate::streams::{Name, Stream, Streamed};
 use crate::work::{Done, Ended, Life};
 use penstock_aggregation::{
-    Buffer, Endpoint, HEADER_BYTES, Limits, Naming, Node, Receipt, Refusal, Serial, Server, ServerConfig, Transmit,
-    decode,
+    Buffer, Endpoint, FLAG_LAST, Format, HEADER_BYTES, Kind as PacketKind, Limits, Naming, Node, Packet, Receipt,
+    Refusal, Serial, Server, ServerConfig, Transmit, decode,
 };
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
 use penstock_types::Time;
@@ -129,9 +131,12 @@ impl Open {
     }
 
     /// Gives what workers behind streams say to the server. Returns whether there may be something to send.
-    fn pumped(&mut self, now: Time) -> bool {
+    fn pumped(&mut self, now: Time, left: &mut u32) -> bool {
+        let mut misfits = Vec::new();
         for stream in &mut self.streams {
-            while let Some(packet) = stream.poll_transmit(now) {
+            // One each: the server's packets have their turn in between.
+            if let Some(packet) = stream.poll_transmit(now) {
+                *left = left.saturating_sub(1);
                 let outcome = self.server.handle_packet(now, stream.endpoint, &packet);
                 let node = &mut self.nodes[stream.endpoint.0 as usize];
                 node.packets += 1;
@@ -141,18 +146,45 @@ impl Open {
                         node.counters.added += u64::from(packet.len() > HEADER_BYTES);
                         self.committed += u64::from(committed.is_some());
                     }
-                    Err(refusal) => node.counters.refused[refusal.index()] += 1,
+                    Err(refusal) => {
+                        node.counters.refused[refusal.index()] += 1;
+                        if matches!(refusal, Refusal::Length | Refusal::Format) {
+                            misfits.extend(misfit(stream, &self.server, &packet));
+                        }
+                    }
                 }
                 self.stirred = true;
             }
+        }
+        // The worker says the block again and again, so those hear of it, too, who push theirs later.
+        for (seq, why) in misfits {
+            self.streams.iter_mut().for_each(|stream| stream.misfit(seq, &why));
         }
         self.stirred
     }
 }
 
-/// Packets of a job that are sent before others have their turn, and datagrams are received: a worker behind a stream has a whole buffer
-/// to say.
-const TURN: u32 = 256;
+/// A block that does not fit those of other workers: its SeqNum, and what to tell.
+fn misfit(stream: &mut Stream, server: &Server, packet: &[u8]) -> Option<(Serial, String)> {
+    let Packet { header, payload, .. } = decode(packet).ok().filter(|packet| packet.header.kind == PacketKind::Push)?;
+    let (block, buffer) = stream.number_of(header.seq)?;
+    let (format, flags, length) = server.shape(header.seq)?;
+    let shape = |format: Format, flags, length| {
+        let last = if flags & FLAG_LAST != 0 { " and ends the buffer" } else { "" };
+        format!("has {length} bytes of {}{last}", format!("{format:?}").to_lowercase())
+    };
+    let (mine, theirs) = (shape(header.format, header.flags, payload.len()), shape(format, flags, length));
+    let worker = stream.endpoint.0;
+    let why = format!(
+        "block {block} of buffer {buffer} of worker {worker} {mine}, where another worker's {theirs}: all workers must push a buffer \
+         alike; open the next epoch"
+    );
+    Some((header.seq, why))
+}
+
+/// Packets of a job with workers behind streams, from these and to all, before others have their turn, and datagrams are received: such a
+/// worker has a whole buffer to say.
+pub(super) const TURN: u32 = 256;
 
 /// The workers behind streams, and their names at the server.
 fn streams_of(config: &ServerConfig, nodes: &[Listed]) -> Vec<(Endpoint, u64)> {
@@ -206,8 +238,8 @@ impl Machine for Serving {
                 let _ = self.worker.send((buffer, done));
             }
             let mut left = if open.streams.is_empty() { u32::MAX } else { TURN };
-            while open.pumped(now) && left > 0 && !socket.is_blocked() {
-                left -= 1;
+            while left > 0 && open.pumped(now, &mut left) && !socket.is_blocked() {
+                left = left.saturating_sub(1);
                 match open.server.poll_transmit() {
                     Some(Transmit { to, header, payload }) => {
                         if let Some(stream) = open.streams.iter_mut().find(|stream| stream.endpoint == to) {
@@ -250,7 +282,7 @@ impl Machine for Serving {
             idle_every: ServerConfig::IDLE_EVERY,
         };
         // What workers behind streams have pushed and not pulled: a buffer's blocks until they are accepted, and its results.
-        let kept = held_blocks.map_or(0, |blocks| blocks as usize * common.block_bytes).max(PENDING_BYTES as usize);
+        let kept = held_blocks.map_or(PENDING_BYTES as usize, |blocks| blocks as usize * common.block_bytes);
         let names = streams_of(&config, &job.nodes);
         let memory_bytes = config.memory_bytes().saturating_add(names.len().saturating_mul(2 * kept));
         let others = || self.jobs.values().filter(|open| open.job.common.job != common.job);
@@ -278,7 +310,10 @@ impl Machine for Serving {
             ));
         }
         // The epoch before is removed first, so that both never need memory together.
-        self.close(job.common.job);
+        if let Some(before) = self.jobs.get(&job.common.job) {
+            let why = epoch_is_over(job.common.job, before.life.epoch);
+            self.close(job.common.job, &why);
+        }
         let common = &job.common;
         let life = Life { job: common.job, epoch: common.epoch, number: self.lives };
         self.lives += 1;
@@ -301,11 +336,14 @@ impl Machine for Serving {
         Ok(())
     }
 
-    fn close(&mut self, job: u32) {
+    fn close(&mut self, job: u32, why: &str) {
         let Some(open) = self.jobs.remove(&job) else { return };
         self.stray_bytes += open.lent_bytes;
-        let why = format!("epoch {} of job {job} is over", open.life.epoch);
-        open.streams.into_iter().for_each(|stream| stream.close(&why));
+        open.streams.into_iter().for_each(|stream| stream.close(why));
+    }
+
+    fn end(&mut self) {
+        self.jobs.drain().flat_map(|(_, open)| open.streams).for_each(|stream| stream.close(ENDED));
     }
 
     fn stream(&mut self, now: Time, text: &str, call: Streamed) {
@@ -367,6 +405,8 @@ impl Machine for Serving {
                         pending_bytes: limit as usize * common.block_bytes,
                         unfinished: open.server.unfinished(),
                     }),
+                    waiting: open.streams.iter().map(Stream::waiting).sum(),
+                    untold: open.streams.iter().map(Stream::untold).sum(),
                     bypassed: open.server.bypassed().map(|at| open.nodes[at.0 as usize].at(0)).collect(),
                 }),
                 nodes: open.nodes.iter().map(|node| node.report(now)).collect(),
