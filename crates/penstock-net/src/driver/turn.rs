@@ -363,7 +363,9 @@ impl<H: Handler> Turn<'_, H> {
                     turns.insert(at, peer);
                 }
                 if self.is_to_look() {
-                    turns.drain(..).for_each(|peer| drop(self.driver().peers.machine(peer)));
+                    for peer in turns {
+                        self.driver().peers.machine(peer);
+                    }
                     return;
                 }
             }
