@@ -507,6 +507,14 @@ def test_a_variant_of_nothing_says_what_there_is() -> None:
         backends.choose("gloo", ["x=penstock-empty,PENSTOCK_STREAMS=4"], on_testbed=True)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, so nothing is missing")
+@pytest.mark.parametrize("name", list(backends.DEVICES))
+def test_tensors_of_a_gpu_need_one(name: str) -> None:
+    """Where torch finds none, the bench says so before anything starts, and names what tells more."""
+    ended = click.testing.CliRunner().invoke(cli.command, ["all-reduce", "--backends", name])
+    assert ended.exit_code == 2 and f"{name} cannot run here: torch finds no CUDA device" in ended.output, ended.output
+
+
 def test_quantile_is_a_measured_value() -> None:
     """p90 is the smallest sample that nine of ten samples do not exceed."""
     assert report.quantile(list(range(1, 11)), 0.9) == 9

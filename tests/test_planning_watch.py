@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ from penstock.cluster import deployment as deployments
 from penstock.cluster import file, generate
 from penstock.cluster.network import Cluster
 from penstock.planning.deploy import deployment
-from penstock.planning.replan import Gone, Loads
+from penstock.planning.replan import Gone, Loads, Patience
 from penstock.planning.scheme import Scheme
 from penstock.tools.bench.aggregated.cluster import Daemons, Orders
 from penstock.tools.bench.program import run_program
@@ -160,35 +161,51 @@ def test_a_job_moves_from_a_link_that_others_fill(path: pathlib.Path, tmp_path: 
     assert after["leaf1-spine1"].up_bytes > 3_000_000, (said[3:], output.read_text())
 
 
-def test_a_meter_sees_a_dead_aggregator() -> None:
-    """What the server bypasses is gone, and back when it is not bypassed any more."""
+@needs_namespaces
+@pytest.mark.slow
+def test_a_meter_sees_a_dead_aggregator(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """An aggregator is killed while ranks reduce: the server says that its workers bypass it, the meter that it is gone, and the
+    plan that follows does without it. All sums are right."""
     made = cluster()
     (job,) = made.jobs
-    state: dict[str, Any] = {"bypassed": [], "bytes": 0}
+    events: list[Any] = []
+    ended = threading.Event()
+    with Testbed(cluster=made, offloads=False) as bed, Daemons(bed) as daemons:
+        meters: list[watched.Meter] = []
 
-    class Bed:
-        topology = type("Topology", (), {"cluster": made})
+        def look() -> None:
+            while not ended.wait(0.3):
+                events.extend(event for event in meters[0].events(SCHEME) if isinstance(event, Gone))
 
-        def links(self) -> list[Any]:
-            return []
+        looking = threading.Thread(target=look)
 
-        def address(self, host: str, family: int = 4) -> str:
-            return made.host[host].addresses[family == 6]
+        def obey(order: dict[str, Any]) -> None:
+            if order["order"] == "begin":
+                meters.append(watched.Meter(bed, job))
+                looking.start()
+                os.kill(daemons.pids["a1"], signal.SIGKILL)
 
-        def inside(self, node: str, function: Any) -> Any:
-            nodes = [
-                {"node": "worker", "workers": str(rank), "address": f"{self.address(host)}:4000{rank}", "bytes": 0}
-                for rank, host in enumerate(job.workers)
-            ]
-            return [{"job": 1, "bypassed": state["bypassed"], "nodes": nodes}]
-
-    bed: Any = Bed()
-    meter = watched.Meter.__new__(watched.Meter)
-    meter._bed, meter._job, meter._gone = bed, job, set()
-    look, bypassed = meter._look()
-    assert bypassed == set() and len(look.received) == 3
-    state["bypassed"] = [made.address(made.aggregator["a1"])]
-    assert meter._look()[1] == {"aggregator a1"}
+        options = {"deployment": str(path), "elements": 1 << 18, "operations": 20}
+        orders = Orders(tmp_path / "state.json", obey, daemons)
+        try:
+            run_program(
+                bed,
+                "carried_rank",
+                {**options, "state": str(orders.path)},
+                what="watch",
+                ranks=3,
+                timeout_s=240,
+                on=list(job.workers),
+                on_line=orders.on_line,
+            )
+        finally:
+            ended.set()
+            if looking.is_alive():
+                looking.join(30)
+    assert events[0] == Gone("aggregator a1"), events
+    kept = watched.Plan(made, job, SCHEME, Patience(), None, "cluster.yaml")
+    decision = kept.take(events[0])
+    assert decision.is_changed and "a1" not in decision.scheme.via["s0"], decision
 
 
 def _steps(path: str, other: str, steps: int, stopped: str) -> list[list[str]]:

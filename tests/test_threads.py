@@ -31,6 +31,26 @@ def test_the_setting_says_its_range() -> None:
         assert f"PENSTOCK_IO_THREADS={text!r}" in str(error.value)
 
 
+def test_streams_within_a_host_follow_the_threads() -> None:
+    """One, or four for each of several threads; PENSTOCK_STREAMS wins. Ranks whose numbers differ reduce all the same."""
+    for threads, streams in (("1", 1), ("2", 8), ("16", 64)):
+        env = {"PENSTOCK_IO_THREADS": threads}
+        assert config.streams_within_host(config.read(env), env) == streams
+        env["PENSTOCK_STREAMS"] = "3"
+        assert config.streams_within_host(config.read(env), env) == 3
+    of_rank = {rank: {"PENSTOCK_IO_THREADS": threads} for rank, threads in enumerate("141")}
+    ranks.run(_sums, count=3, env=TCP.env, env_of_rank=of_rank)
+
+
+def _sums() -> None:
+    dist.init_process_group("penstock")
+    for elements in (1, 1000, 1 << 20):
+        tensor = torch.full((elements,), 2.0 ** dist.get_rank())
+        dist.all_reduce(tensor)
+        assert bool((tensor == 7.0).all())
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("backend", ["penstock-tcp", "penstock"])
 @pytest.mark.parametrize("checksum", ["0", "1"])
 def test_ranks_with_other_numbers_of_threads(backend: str, checksum: str) -> None:

@@ -42,6 +42,8 @@ __all__ = [
 
 __version__: str
 AGGREGATION_VERSION: int
+ENDPOINT_MOST_BYTES: int
+STREAMED_MOST_BUFFERS: int
 
 @final
 class Engine:

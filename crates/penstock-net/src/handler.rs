@@ -46,7 +46,8 @@ pub trait Handler {
         header: &Header,
     ) -> Option<(Use, Option<StreamId>)>;
     /// A frame is whole. `payload`: its bytes, or none where they were discarded or used. `placed`: they were checked, and lie where
-    /// [`Handler::header`] said, or were used as [`Handler::claim`] said. Returns the stream that is still reading another copy of it: the rest of that must be discarded.
+    /// [`Handler::header`] said, or were used as [`Handler::claim`] said. Returns the stream that is still reading another copy of it:
+    /// the rest of that must be discarded.
     ///
     /// # Errors
     /// A payload that was damaged, or a frame that the peer may not send; the stream cannot go on.

@@ -28,5 +28,5 @@ pub use config::{Config, Role};
 pub use daemon::{Daemon, StartError};
 pub use options::{NodeOption, parse_address, read_secret};
 pub use proof::{PROOF_HEADER, TIME_HEADER, prove};
-pub use streams::{Answer, Body, Results, Streamed};
+pub use streams::{Answer, Body, MOST_BUFFERS, Results, Streamed};
 pub use work::{Done, Sums, Work};

@@ -124,6 +124,16 @@ struct Pushed {
     is_told: bool,
 }
 
+/// Where a push goes.
+enum Place {
+    /// Its blocks were accepted already.
+    Accepted,
+    /// The same push waits there.
+    Same,
+    /// Nothing was pushed there. It has so many blocks.
+    New(u32),
+}
+
 impl Stream {
     /// The worker with this name at the server. It keeps results of up to `limit` bytes.
     pub(crate) fn new(now: Time, common: &Common, endpoint: Endpoint, name: u64, limit: usize) -> Stream {
@@ -155,67 +165,63 @@ impl Stream {
 
     pub(crate) fn ask(&mut self, name: Name, call: Streamed) {
         match call {
-            Streamed::Push(body, answer) => {
-                if let Err((why, answer)) = self.push(name, body, answer) {
-                    answer(Err(why));
-                }
-            }
+            Streamed::Push(body, answer) => self.push(name, body, answer),
             Streamed::Pull(answer) => self.pull(name, answer),
         }
     }
 
-    fn push(
-        &mut self,
-        Name { number, format, .. }: Name,
-        body: Body,
-        answer: Answer<()>,
-    ) -> Result<(), (String, Answer<()>)> {
-        let bytes = (*body).as_ref().len();
-        let sum = crc32c::crc32c((*body).as_ref());
+    fn push(&mut self, name: Name, body: Body, answer: Answer<()>) {
+        let bytes = (*body).as_ref();
+        let shape = (bytes.len(), crc32c::crc32c(bytes), name.format);
+        match self.place_for(name.number, shape) {
+            Err(why) => answer(Err(why)),
+            Ok(Place::Accepted) => answer(Ok(())),
+            Ok(Place::Same) => {
+                let buffer = self.at(name.number).expect("it was looked at");
+                wait(&mut buffer.pushes, answer, |oldest| oldest(Err(AGAIN.into())));
+            }
+            Ok(Place::New(blocks)) => {
+                let buffer = self.at(name.number).expect("it was looked at");
+                (buffer.bytes, buffer.sum, buffer.format) = shape;
+                buffer.blocks = blocks;
+                buffer.body = Some(body);
+                buffer.pushes.push(answer);
+            }
+        }
+    }
+
+    /// Where a push goes that has so many bytes, this CRC32C and this format, or why it is refused.
+    fn place_for(&mut self, number: u64, (bytes, sum, format): (usize, u32, Option<Format>)) -> Result<Place, String> {
         let (first, block_bytes) = (self.first, self.block_bytes);
         if number < first {
-            answer(Ok(()));
-            return Ok(());
+            return Ok(Place::Accepted);
         }
         let why = self.why_broken(number);
-        let Some(buffer) = self.at(number) else { return Err((too_far(number, first), answer)) };
-        if buffer.blocks > 0 {
-            // A client that was cut off does not know whether its push has come.
-            if buffer.bytes != bytes || buffer.format != format {
-                return Err((format!("buffer {number} was pushed already, with {} bytes", buffer.bytes), answer));
+        let Some(buffer) = self.at(number) else { return Err(too_far(number, first)) };
+        if buffer.blocks == 0 {
+            if bytes == 0 || !bytes.is_multiple_of(WIDTH) || block_bytes == 0 {
+                return Err(format!(
+                    "{bytes} bytes are no whole number of elements of {WIDTH}, or a block has no room for one"
+                ));
             }
-            if buffer.sum != sum {
-                let why = format!(
-                    "buffer {number} was pushed already, with other contents: open a new epoch to push other gradients"
-                );
-                return Err((why, answer));
-            }
-            if let (Some(_), Some(why)) = (&buffer.body, why) {
-                return Err((why, answer));
-            }
-            match buffer.body {
-                Some(_) => wait(&mut buffer.pushes, answer, |oldest| oldest(Err(AGAIN.into()))),
-                None => answer(Ok(())),
-            }
-            return Ok(());
+            why.map_or(Ok(()), Err)?;
+            self.make_room(number, bytes)?;
+            return Ok(Place::New(bytes.div_ceil(block_bytes) as u32));
         }
-        if bytes == 0 || !bytes.is_multiple_of(WIDTH) || block_bytes == 0 {
-            let why =
-                format!("{bytes} bytes are no whole number of elements of {WIDTH}, or a block has no room for one");
-            return Err((why, answer));
+        // A client that was cut off does not know whether its push has come.
+        if buffer.bytes != bytes || buffer.format != format {
+            return Err(format!("buffer {number} was pushed already, with {} bytes", buffer.bytes));
         }
-        if let Some(why) = why {
-            return Err((why, answer));
+        if buffer.sum != sum {
+            return Err(format!(
+                "buffer {number} was pushed already, with other contents: open a new epoch to push other gradients"
+            ));
         }
-        if let Err(why) = self.make_room(number, bytes) {
-            return Err((why, answer));
+        match (buffer.body.is_some(), why) {
+            (false, _) => Ok(Place::Accepted),
+            (true, Some(why)) => Err(why),
+            (true, None) => Ok(Place::Same),
         }
-        let buffer = self.at(number).expect("its place is there");
-        (buffer.format, buffer.sum) = (format, sum);
-        buffer.body = Some(body);
-        buffer.pushes.push(answer);
-        (buffer.bytes, buffer.blocks) = (bytes, bytes.div_ceil(block_bytes) as u32);
-        Ok(())
     }
 
     /// Makes room for a buffer's bytes. Blocks leave in the order of buffers, so later buffers that wait for this one must not keep it out.
@@ -228,8 +234,8 @@ impl Stream {
              {more}a larger pending_bytes"
         );
         let later = (number - first) as usize + 1;
-        // If one of these has left, this buffer has, too.
-        let movable: usize = self.buffers.iter().skip(later).filter(|buffer| buffer.posted == 0).map(|b| b.bytes).sum();
+        // None of these has left: this buffer goes before them.
+        let movable: usize = self.buffers.iter().skip(later).map(|buffer| buffer.bytes).sum();
         if kept - movable + bytes > limit {
             return Err(format!(
                 "{bytes} bytes, and {kept} of buffers from {first} on are here, of at most {limit}: {how}"
@@ -438,8 +444,8 @@ fn swap(elements: &mut [u8]) {
     }
 }
 
-/// The most buffers of a worker that are pushed, waited for or kept at a time.
-const MOST_BUFFERS: usize = 4096;
+/// The most buffers of a worker behind a stream that are pushed, waited for or kept at a time.
+pub const MOST_BUFFERS: usize = 4096;
 /// The most calls that wait for one buffer: far more than one worker has connections.
 const MOST_WAITING: usize = 64;
 const AGAIN: &str = "others have asked for this buffer since";

@@ -56,6 +56,12 @@ mod _core {
 
     #[pymodule_export]
     const AGGREGATION_VERSION: u8 = penstock_aggregation::VERSION;
+
+    #[pymodule_export]
+    const ENDPOINT_MOST_BYTES: u64 = penstock_engine::endpoint::MOST_BYTES;
+
+    #[pymodule_export]
+    const STREAMED_MOST_BUFFERS: usize = penstock_node::MOST_BUFFERS;
 }
 
 /// Addresses to listen on: those named by the first non-empty (setting, value), otherwise the one that routes to `master`

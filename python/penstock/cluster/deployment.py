@@ -20,14 +20,14 @@ import yaml  # type: ignore[import-untyped]
 from penstock import renamed
 from penstock.cluster import file, places, routes
 from penstock.cluster.network import Aggregator as AggregatorOfCluster
-from penstock.cluster.network import Cluster
+from penstock.cluster.network import Cluster, Job
 from penstock.cluster.network import Server as ServerOfCluster
 from penstock.cluster.places import Entry
 from penstock.errors import Config as ConfigError
 
 log = logging.getLogger("penstock")
 
-__all__ = ["Aggregator", "Deployment", "Server", "chosen", "init", "load", "named_in", "parse", "use"]
+__all__ = ["Aggregator", "Deployment", "Server", "chosen", "cluster_path", "init", "job_in", "load", "parse", "use"]
 
 
 @dataclass(frozen=True)
@@ -233,17 +233,39 @@ def parse(text: str, name: str, folder: str = os.curdir) -> Deployment:
     return _parse(text, name, folder)[0]
 
 
-def named_in(text: str, name: str) -> tuple[str | None, str | None]:
-    """The cluster file and the job that a deployment names; None for what it does not name.
+def cluster_path(text: str, path: str) -> str:
+    """The path of the cluster file that the deployment at ``path`` names.
 
     Raises:
-        penstock.errors.Config: it is no deployment.
+        penstock.errors.Config: it is no deployment, or names none.
     """
-    top = places.compose(text, name, "the deployment").mapping(("version", "aggregated"), ("cluster", "job"))
-    return (
-        top["cluster"].text("the path of a cluster file") if "cluster" in top else None,
-        top["job"].name_of() if "job" in top else None,
-    )
+    fields = _top(text, path)
+    if "cluster" not in fields:
+        raise ConfigError(f"{path}: version 1 has no cluster file, so nothing is known of its network: write version 2")
+    return os.path.join(os.path.dirname(path), fields["cluster"].text("the path of a cluster file"))
+
+
+def job_in(cluster: Cluster, text: str, path: str) -> Job:
+    """The job of a cluster that the deployment at ``path`` is for.
+
+    Raises:
+        penstock.errors.Config: it is no deployment, or the cluster has no such job, or several and none is chosen.
+    """
+    fields = _top(text, path)
+    if "job" not in fields:
+        if len(cluster.jobs) != 1:
+            raise ConfigError(
+                f"{path}: choose with `job:` whose workers these are, from {', '.join(cluster.job) or 'none'}"
+            )
+        return cluster.jobs[0]
+    name = fields["job"].name_of()
+    if name not in cluster.job:
+        raise ConfigError(f"{path}: the cluster has no job {name}: {places.nearest(name, cluster.job)}")
+    return cluster.job[name]
+
+
+def _top(text: str, path: str) -> Mapping[str, Entry]:
+    return places.compose(text, path, "the deployment").mapping(("version", "aggregated"), ("cluster", "job"))
 
 
 def _parse(text: str, name: str, folder: str) -> tuple[Deployment, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import ipaddress
+import itertools
 import os
 import resource
 import signal
@@ -18,7 +19,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -121,34 +122,28 @@ def _check(size: int) -> bool:
 
     from penstock.torch import stats
 
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     rates: dict[int, float] = {}
     raw_rates: dict[int, float] = {}
     warnings, notes = [], []
     peers = {peer["rank"]: peer for peer in stats()["peers"]}
     sent, received = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
-    # One pair at a time, so that a pair's rate is its own.
-    for a in range(world):
-        for b in range(a + 1, world):
-            dist.barrier()
-            if rank not in (a, b):
-                continue
-            other = b if rank == a else a
-            seconds = [_exchange(dist, sent, received, other) for _ in range(_WARM_UP + _REPEATS)]
-            rates[other] = size / statistics.median(seconds[_WARM_UP:])
-            if peers[other]["medium"] != "tcp":
-                continue
-            host = peers[other]["address"].rsplit(":", 1)[0].strip("[]")
-            try:
-                raw_rates[other], flows = _raw_rate(dist, size, other, host, len(peers[other]["streams"]))
-            except OSError as error:
-                notes.append(f"raw sockets to rank {other} could not be compared with: {error}")
-                continue
-            # Before and after the raw sockets, whose rate something else on the machine may have spared or met.
-            seconds = [_exchange(dist, sent, received, other) for _ in range(_REPEATS)]
-            rates[other] = max(rates[other], size / statistics.median(seconds))
-            if warning := rate_warning(other, host, rates[other], raw_rates[other], flows):
-                warnings.append(warning)
+    for other in _partners(dist):
+        seconds = [_exchange(dist, sent, received, other) for _ in range(_WARM_UP + _REPEATS)]
+        rates[other] = size / statistics.median(seconds[_WARM_UP:])
+        if peers[other]["medium"] != "tcp":
+            continue
+        host = _host_of(peers[other])
+        try:
+            raw_rates[other], flows = _raw_rate(dist, size, other, host, len(peers[other]["streams"]))
+        except OSError as error:
+            notes.append(f"raw sockets to rank {other} could not be compared with: {error}")
+            continue
+        # Before and after the raw sockets, whose rate something else on the machine may have spared or met.
+        seconds = [_exchange(dist, sent, received, other) for _ in range(_REPEATS)]
+        rates[other] = max(rates[other], size / statistics.median(seconds))
+        if warning := rate_warning(other, host, rates[other], raw_rates[other], flows):
+            warnings.append(warning)
     own: dict[str, Any] = {
         "rates": rates,
         "raw_rates": raw_rates,
@@ -162,12 +157,26 @@ def _check(size: int) -> bool:
         own["limits"]["warnings"].append(warning)
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, own)
-    if rank == 0:
+    if dist.get_rank() == 0:
         # Now that no other rank waits.
         if warning := names_warning({peer["address"].rsplit(":", 1)[0] for peer in peers.values()}):
             everyone[0]["limits"]["warnings"].append(warning)
         _print(everyone)
     return not any(one["limits"]["warnings"] for one in everyone)
+
+
+def _partners(dist: Any) -> Iterator[int]:
+    """The ranks that make a pair with this one, one pair of the group at a time: so a pair's rate is its own. Collective."""
+    rank = dist.get_rank()
+    for pair in itertools.combinations(range(dist.get_world_size()), 2):
+        dist.barrier()
+        if rank in pair:
+            yield pair[0] if rank == pair[1] else pair[1]
+
+
+def _host_of(peer: dict[str, Any]) -> str:
+    """A peer's address without its port."""
+    return str(peer["address"].rsplit(":", 1)[0].strip("[]"))
 
 
 def _measure_links(size: int, output: str, servers: Sequence[int], aggregators: Sequence[int]) -> bool:
@@ -180,18 +189,15 @@ def _measure_links(size: int, output: str, servers: Sequence[int], aggregators: 
     rank, world = dist.get_rank(), dist.get_world_size()
     peers = {peer["rank"]: peer for peer in stats()["peers"]}
     far = {other: peer for other, peer in peers.items() if peer["medium"] == "tcp"}
-    hosts = {other: peer["address"].rsplit(":", 1)[0].strip("[]") for other, peer in far.items()}
+    hosts = {other: _host_of(peer) for other, peer in far.items()}
     notes = []
     rates: dict[int, float] = {}
-    for a in range(world):
-        for b in range(a + 1, world):
-            dist.barrier()
-            other = b if rank == a else a
-            if rank in (a, b) and other in far:
-                try:
-                    rates[other], _ = _raw_rate(dist, size, other, hosts[other], len(far[other]["streams"]))
-                except OSError as error:
-                    notes.append(f"rank {rank} to rank {other}: {error}")
+    for other in _partners(dist):
+        if other in far:
+            try:
+                rates[other], _ = _raw_rate(dist, size, other, hosts[other], len(far[other]["streams"]))
+            except OSError as error:
+                notes.append(f"rank {rank} to rank {other}: {error}")
     address, mtu = links.own_address(next(iter(hosts.values()))) if hosts else ("127.0.0.1", 1500)
     trips = {
         other: min((stream["round_trip_s"] for stream in peer["streams"] if stream["round_trip_s"]), default=0.0)

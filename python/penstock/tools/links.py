@@ -117,8 +117,7 @@ def cluster_of(
     for rank, one in enumerate(seen):
         for other, rate in one.rates.items():
             pair = (min(at[rank], at[other]), max(at[rank], at[other]))
-            frames = rate * 8 * (one.mtu + ETHERNET_HEADER_BYTES) / (one.mtu - IPV4_TCP_HEADER_BYTES)
-            rates[pair] = max(rates.get(pair, 0.0), frames)
+            rates[pair] = max(rates.get(pair, 0.0), _bits_on_wire(rate, one.mtu))
     own = [max((rate for pair, rate in rates.items() if host in pair), default=0.0) for host in range(len(addresses))]
     unseen = [names[host] for host, rate in enumerate(own) if not rate]
     if unseen:
@@ -175,8 +174,7 @@ def _unexplained(cluster: Cluster, names: list[str], together: float | None, siz
         for link in cluster.path(start, end):
             loads[link.name, node] = loads.get((link.name, node), 0) + 1
             node = link.ends[1].node if link.ends[0].node == node else link.ends[0].node
-    frame = min(link.mtu for link in cluster.links)
-    bits = size * 8 * (frame + ETHERNET_HEADER_BYTES) / (frame - IPV4_TCP_HEADER_BYTES)
+    bits = _bits_on_wire(size, min(link.mtu for link in cluster.links))
     expected = max(count * bits / (cluster.link[name].rate_bit_s or 1) for (name, _), count in loads.items())
     if together <= _SLOWER * expected:
         return []
@@ -184,6 +182,11 @@ def _unexplained(cluster: Cluster, names: list[str], together: float | None, siz
         f"all hosts at once take {together / expected:.1f} times as long as these links explain: pairs share a link that one "
         "pair alone does not fill. Add the switches that are missing, or lower the rates between them"
     ]
+
+
+def _bits_on_wire(nbytes: float, mtu: int) -> float:
+    """Of so many bytes in full frames, with their headers."""
+    return nbytes * 8 * (mtu + ETHERNET_HEADER_BYTES) / (mtu - IPV4_TCP_HEADER_BYTES)
 
 
 def _racks(own: Sequence[float], near: set[tuple[int, int]]) -> list[int]:

@@ -12,4 +12,4 @@ mod server;
 pub use client::{Ask, Client, Work};
 pub use memory::Memory;
 pub use penstock_core::endpoint::{Kind, Limits};
-pub use server::{Asked, Reply, Server, ServerStats};
+pub use server::{Asked, MOST_BYTES, Reply, Server, ServerStats};

@@ -505,4 +505,4 @@ impl Driver {
 /// How long a client may take to connect after it has asked for that. Longer than a stream's attempts take.
 const JOIN_WITHIN: Duration = Duration::from_secs(30);
 /// The longest message, in bytes: what a fingerprint can tell apart.
-pub(super) const MOST_BYTES: u64 = (1 << 36) - 1;
+pub const MOST_BYTES: u64 = (1 << 36) - 1;

@@ -112,7 +112,7 @@ def _answer(daemon: _core.Daemon, at: str, settings: Settings, secret_file: str 
     secret = settings.job_secret()
     # A job takes twice what its workers may push. A push above half the memory has no room, and pushes that wait never keep out
     # the one for which they wait.
-    in_flight = min(max(daemon.memory_bytes, Limits.request_bytes), _MOST_IN_FLIGHT)
+    in_flight = min(max(daemon.memory_bytes, Limits.request_bytes), _core.ENDPOINT_MOST_BYTES)
     return Server(
         "server",
         Address.parse(at),
@@ -186,11 +186,9 @@ class _Value(click.ParamType):
         return value
 
 
-# What a client may have waiting: a push and a pull of each of 4,096 buffers, so that pulls never keep out the pushes for which
-# they wait, and some more for requests. The 4,096 are MOST_BUFFERS in crates/penstock-node/src/streams.rs.
-_CALLS = 2 * 4096 + 64
-# The most that an endpoint takes: MOST_BYTES in crates/penstock-engine/src/endpoint/server.rs.
-_MOST_IN_FLIGHT = 2**36 - 1
+# What a client may have waiting: a push and a pull of each buffer, so that pulls never keep out the pushes for which they wait,
+# and some more for requests.
+_CALLS = 2 * _core.STREAMED_MOST_BUFFERS + 64
 # How long clients may take to leave.
 _CLOSE_S = 2.0
 # How long a signal may go unnoticed: Python runs its handlers between calls.

@@ -1,4 +1,4 @@
-"""``penstock bench threads``: processor cycles that a byte costs to send and to receive, by I/O thread, and what that bounds.
+"""``penstock bench threads``: how much faster several I/O threads are, and the processor cycles that a byte costs each.
 
 Two ranks on this machine send over TCP, with each number of I/O threads in turn. What a network card does is missing: over
 loopback the sender's system call also does the kernel's part of receiving.
@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Page, Part, Picture, Section, Table, series
+from penstock.reports.numbers import plural
 from penstock.tools.bench import machine
 from penstock.tools.bench.launcher import BenchError
 from penstock.tools.bench.options import check_files, files, parse_size
@@ -99,14 +100,10 @@ class Row:
         """How many cores that rate takes."""
         return bits_per_s / self.bits_per_core
 
-    def speedup(self, threads: int) -> float | None:
-        """By how much that many threads can be faster than one, if only the lock keeps them (Amdahl's law)."""
-        return None if self.locked is None else 1 / (self.locked + (1 - self.locked) / threads)
-
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         cores = {f"cores_{gigabits}_gbit": self.cores(1e9 * gigabits) for gigabits in LINKS}
-        return {**asdict(self), "all_cycles": self.all_cycles, "speedup_4": self.speedup(4), **cores}
+        return {**asdict(self), "all_cycles": self.all_cycles, **cores}
 
 
 def measure(
@@ -197,14 +194,13 @@ def table(rows: Sequence[Row]) -> Table:
 def lines(rows: Sequence[Row]) -> list[str]:
     """What follows, for people."""
     found = []
-    for row in rows:
-        if row.threads == min(row.threads for row in rows):
-            cores = ", ".join(f"{row.cores(1e9 * rate):.2f} for {rate}" for rate in LINKS)
-            found.append(f"{row.what}: cores that Gbit/s take: {cores}")
-        if (bound := row.speedup(4)) is not None and row.threads == max(row.threads for row in rows):
-            found.append(
-                f"{row.what}: with {row.locked:.1%} under the lock, 4 threads are at most {bound:.2f} times as fast"
-            )
+    for what in dict.fromkeys(row.what for row in rows):
+        first, *others = [row for row in rows if row.what == what]
+        cores = ", ".join(f"{first.cores(1e9 * rate):.2f} for {rate}" for rate in LINKS)
+        found.append(f"{what}: cores that Gbit/s take: {cores}")
+        if others:
+            faster = ", ".join(f"{first.seconds / row.seconds:.1f} times with {row.threads}" for row in others)
+            found.append(f"{what}: {plural(first.threads, 'thread')} to several: {faster}")
     return found
 
 

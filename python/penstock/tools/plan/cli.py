@@ -208,12 +208,7 @@ def watch(
     if name is None and output is None:
         raise click.UsageError("without --name and -o FILE nothing comes of what is decided: give one of them")
     with _reporting(), ExitStack() as stack:
-        named, _ = deployments.named_in(places.read_text(path, path), path)
-        if named is None:
-            raise ConfigError(
-                f"{path}: version 1 has no cluster file, so nothing is known of its network: write version 2"
-            )
-        cluster_path = os.path.join(os.path.dirname(path), named)
+        cluster_path = deployments.cluster_path(places.read_text(path, path), path)
         cluster = file.load(cluster_path)
         job, scheme = carry.scheme_of_file(cluster, path)
         kept = watched.Plan(cluster, job, scheme, Patience(gain / 100, patience), output, cluster_path)

@@ -10,7 +10,6 @@ from penstock.cluster import deployment as deployments
 from penstock.cluster import file, places
 from penstock.cluster.network import Cluster, Job
 from penstock.cluster.routes import other
-from penstock.errors import Config as ConfigError
 from penstock.planning.evaluate import Evaluation, Load, evaluate
 from penstock.planning.scheme import Scheme
 from penstock.reports import Card, Column, Edge, Line, Network, Next, Node, Page, Picture, Section, Table
@@ -65,17 +64,9 @@ def of_deployment(text: str, path: str, *, seconds: float, levels: int | None) -
     from penstock.planning.problem import Problem
     from penstock.planning.relax import relax
 
-    folder = os.path.dirname(path)
-    parsed = deployments.parse(text, path, folder)
-    named, name = deployments.named_in(text, path)
-    if named is None:
-        raise ConfigError(f"{path}: version 1 has no cluster file, so nothing is known of its network: write version 2")
-    cluster = file.load(os.path.join(folder, named))
-    if name is None and len(cluster.jobs) != 1:
-        raise ConfigError(
-            f"{path}: choose with `job:` whose workers these are, from {', '.join(cluster.job) or 'none'}"
-        )
-    job = cluster.jobs[0] if name is None else cluster.job[name]
+    parsed = deployments.parse(text, path, os.path.dirname(path))
+    cluster = file.load(deployments.cluster_path(text, path))
+    job = deployments.job_in(cluster, text, path)
     if not cluster.links:
         raise cluster.wrong("links", "are needed: without them nothing is known of the network")
     scheme = scheme_in(cluster, job, parsed)

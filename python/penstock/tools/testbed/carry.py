@@ -61,14 +61,7 @@ def scheme_of_file(cluster: Cluster, path: str) -> tuple[Job, Scheme]:
     """
     text = places.read_text(path, path)
     parsed = deployments.parse(text, path, os.path.dirname(path))
-    _, name = deployments.named_in(text, path)
-    if name is None and len(cluster.jobs) != 1:
-        raise ConfigError(
-            f"{path}: choose with `job:` whose workers these are, from {', '.join(cluster.job) or 'none'}"
-        )
-    if name is not None and name not in cluster.job:
-        raise ConfigError(f"{path}: the testbed's cluster has no job {name}: {places.nearest(name, cluster.job)}")
-    job = cluster.jobs[0] if name is None else cluster.job[name]
+    job = deployments.job_in(cluster, text, path)
     scheme = scheme_in(cluster, job, parsed)
     for routes in scheme.routes.values():
         for links in routes.values():

@@ -73,6 +73,36 @@ fn equal_streams_add_up() {
     }
 }
 
+/// A message that is alone is divided among all streams, so that they end together. Of many that wait, frames are as long as the rates
+/// allow: there is enough for all streams, and each frame costs its ends time. Those behind that are less urgent count for nothing.
+#[test]
+fn messages_are_divided_where_nothing_else_waits() {
+    const LEN: u64 = MIB / 4;
+    let frames = |world: &mut World, priorities: &[i32]| {
+        let before = world.repeated().1;
+        for priority in priorities {
+            post(world, LEN, false, *priority);
+        }
+        world.run(60 * SECOND, |world| world.idle());
+        world.repeated().1 - before
+    };
+    for count in [8, 16, 32] {
+        let mut world = pair(&streams(&vec![400.0; count], 20_000), f64::INFINITY);
+        for _ in 0..3 {
+            seconds(&mut world, 64 * MIB, false); // rates are learnt
+        }
+        let alone = frames(&mut world, &[0]);
+        assert!(alone >= count.min(16) as u64, "{alone} frames of a message, {count} streams");
+        let many = frames(&mut world, &[0; 64]);
+        // Streams carry 20 MB/s here, 32 KiB in 2 ms; each message is granted by one frame, and the last ones are divided.
+        let most = 64 * (LEN / (32 * 1024) + 1) + 4 * count as u64;
+        assert!(many <= most, "{many} frames of 64 messages, {count} streams");
+        let urgent = frames(&mut world, &[-1, 0, 0, 0, 0, 0, 0, 0]);
+        let usual = frames(&mut world, &[0; 8]);
+        assert!(urgent > usual, "{urgent} frames, {usual} where all are alike, {count} streams");
+    }
+}
+
 /// Streams of 60 and 300 Mbit/s by turns carry what they can, because nothing is given to a stream in advance; an equal
 /// share for each, the control, waits for the slow ones and gets a third.
 #[test]
