@@ -5,6 +5,8 @@ from typing import Any, final
 
 __all__ = [
     "AGGREGATION_VERSION",
+    "ENDPOINT_MOST_BYTES",
+    "STREAMED_MOST_BUFFERS",
     "CurrentPass",
     "Daemon",
     "EndpointCall",
