@@ -466,17 +466,18 @@ PYTHON_MAY_USE = {
     "cluster": set(),
     "runtime": {"cluster"},
     "planning": {"cluster"},
+    "profiling": set(),
     "reports": set(),
     "torch": {"runtime"},
     "training": {"runtime", "torch"},
     "fronts": {"runtime", "torch", "training"},
     "workloads": {"torch"},
-    "tools": {"cluster", "planning", "runtime", "reports", "torch", "training", "workloads"},
+    "tools": {"cluster", "planning", "profiling", "runtime", "reports", "torch", "training", "workloads"},
 }
 # What is no room: the command line, and the module that users import from the room `torch`, which names what is in `training`.
 BESIDE_ROOMS = {"cli": {"tools"}, "torch/__init__": {"runtime", "training"}}
 # Rooms that must not need torch: fronts of other frameworks and daemons use them.
-WITHOUT_TORCH = ["cluster", "planning", "reports", "runtime"]
+WITHOUT_TORCH = ["cluster", "planning", "profiling", "reports", "runtime"]
 # What users import, by the names that they use; they define nothing. `penstock.torch` does, and names what is in `training`.
 FACADES = {"__init__", "__main__", "elastic", "endpoint", "horovod", "jax", "optim", "tensorflow", "testbed", "tune"}
 

@@ -1,0 +1,89 @@
+"""Where the time of a step goes, rank by rank: the types; `divide.py` computes them from records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["OTHER", "PHASES", "PURPOSES", "Breakdown", "Moving", "Share"]
+
+OTHER = "other"
+
+PHASES = (
+    "loading",
+    "forward",
+    "backward",
+    "unscale",
+    "inf check",
+    "clip",
+    "optimizer",
+    "evaluation",
+    "checkpoint",
+    "profiler",
+    OTHER,
+)
+"""What the training thread does when it does not wait for communication. ``profiler`` is what measuring itself costs."""
+
+PURPOSES = (
+    "data-parallel sync",
+    "tensor",
+    "pipeline forward recv",
+    "pipeline backward recv",
+    "pipeline send",
+    "expert",
+    "embedding sync",
+    OTHER,
+)
+"""What communication is for: the categories of the characterisation paper (its figures 3 and 5), and what Megatron adds."""
+
+
+@dataclass(frozen=True)
+class Moving:
+    """Communication for one purpose, in ns per step (mean).
+
+    *Wire*: all ranks of the operation have issued it. *Wait*: one has not yet. *Exposed*: the training thread stood still for
+    it; *hidden*: it did something else meanwhile. At any moment a rank has at most one of the four: exposed before hidden,
+    wire before wait.
+    """
+
+    exposed_wire_ns: float = 0
+    exposed_wait_ns: float = 0
+    hidden_wire_ns: float = 0
+    hidden_wait_ns: float = 0
+    bytes: float = 0
+    """Per step."""
+    operations: float = 0
+    """Per step."""
+    waited_for: Mapping[int, float] = field(default_factory=dict)
+    """Exposed and hidden wait by the rank that came last, in ns per step."""
+
+    @property
+    def exposed_ns(self) -> float:
+        return self.exposed_wire_ns + self.exposed_wait_ns
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's mean step. ``sum(work.values()) + sum of exposed = step_ns``."""
+
+    rank: int
+    steps: int
+    """Over which the mean is; the first of a run are left out (`divide.py`)."""
+    sampled: int
+    """Of which torch's profiler saw; wire is told from wait in these alone."""
+    step_ns: float
+    work: Mapping[str, float]
+    """By phase, in ns per step."""
+    communication: Mapping[str, Moving]
+    """By purpose."""
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Of a whole job."""
+
+    shares: tuple[Share, ...]
+    """By rank."""
+    offsets_ns: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By host: what to add to its clock to get the first host's, and how wrong that may be (`clocks.py`)."""
+    problems: tuple[str, ...] = ()

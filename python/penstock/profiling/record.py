@@ -1,0 +1,378 @@
+"""What `penstock profile` records of one rank, and the file that it is kept in.
+
+A file holds JSON objects, one a line: a `Header` first, then what happened, in the order in which it was written. A rank that
+dies leaves a file that ends early, and what stands in it counts. All times are nanoseconds of the rank's host's monotonic
+clock; `Header.wall_ns` and `clocks.py` lead from there to other hosts. Files may come from anywhere: `read` believes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock.errors import Config
+
+__all__ = [
+    "Event",
+    "Header",
+    "Interval",
+    "Operation",
+    "Readings",
+    "Record",
+    "Sample",
+    "Span",
+    "Step",
+    "Wait",
+    "line",
+    "read",
+]
+
+FORMAT = "penstock-profile/1"
+
+Interval = tuple[int, int]
+"""From the first to just before the second, in ns."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """Who recorded."""
+
+    rank: int
+    world: int
+    host: str
+    """A name that two ranks share if and only if they share a clock and network interfaces."""
+    pid: int
+    start_ns: int
+    wall_ns: int
+    """Nanoseconds since 1970 at `start_ns`."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """For people: versions, backend, command, device."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """What the training thread did: a part of a step by name (`breakdown.PHASES`). Spans may lie within others."""
+
+    phase: str
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The training thread stood in a call that waits for communication, such as ``Work.wait`` or a blocking collective."""
+
+    start_ns: int
+    end_ns: int
+    operation: str = ""
+    """As in `Operation`, or nothing if the call does not tell."""
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One iteration: from the end of an optimizer's step to the end of its next one."""
+
+    number: int
+    start_ns: int
+    end_ns: int
+    spans: tuple[Span, ...] = ()
+    waits: tuple[Wait, ...] = ()
+    thread_ns: int = 0
+    """Processor time of the training thread."""
+    process_ns: int = 0
+    """Processor time of the process, all threads."""
+    examples: int = 0
+    """What the loader's batches held, as far as that is known."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective, a send or a receive."""
+
+    name: str
+    """Such as ``all_reduce``, ``send`` and ``recv``."""
+    group: str
+    """The name of its process group, the same on all its ranks."""
+    number: int
+    """Counts the operations of the same name, group and peer within the step, from 0 on."""
+    issued_ns: int
+    ended_ns: int
+    bytes: int = 0
+    """Of its input here."""
+    ranks: int = 0
+    """In its group; 0 if unknown."""
+    peer: int | None = None
+    """Of a send or receive: the other rank, in the whole job."""
+    purpose: str = ""
+    """One of `breakdown.PURPOSES`, if the recorder could tell."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What torch's profiler saw in one step: it costs too much to run in all."""
+
+    step: int
+    busy: tuple[Interval, ...] = ()
+    """When the training thread ran torch's operators, in order, without overlap. Those that only wait are not in it."""
+    operations: tuple[Operation, ...] = ()
+    dropped: int = 0
+    """Events that were left out since there were too many."""
+
+
+@dataclass(frozen=True)
+class Readings:
+    """Counters of the system at one moment. The rates are theirs to compute who read."""
+
+    time_ns: int
+    values: dict[str, float]
+    """By name with unit, such as ``eth0.rx_bytes`` (`counters.py`)."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened once: ``exception``, ``fork``, ``checkpoint``, ``clock``, ``end``."""
+
+    time_ns: int
+    kind: str
+    text: str = ""
+
+
+@dataclass
+class Record:
+    """All that one rank recorded, or that a reader made of another tool's file."""
+
+    header: Header
+    steps: list[Step] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    readings: list[Readings] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """What is wrong with the file, in words for its owner."""
+
+
+def line(what: Header | Step | Sample | Readings | Event) -> str:
+    """What happened as a line of the file, with its end."""
+    return json.dumps(_WRITERS[type(what)](what), separators=(",", ":")) + "\n"
+
+
+def read(path: Path) -> Record:
+    """A rank's record from its file.
+
+    Lines that make no sense are left out, and `Record.problems` counts them; so does a last line without an end.
+
+    Raises:
+        Config: the file cannot be read, is none of ours, or is of another version.
+    """
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return _read(file, path)
+    except OSError as error:
+        raise Config(f"cannot read {path}: {error.strerror}") from error
+
+
+MOST_LINE = 16 << 20
+"""Characters of a line. A sample with 10^5 operations has 10^7."""
+
+
+def _read(file: Any, path: Path) -> Record:
+    lines = _lines(file)
+    first = next(lines, None)
+    given = _object(first[0]) if first else None
+    if given is None or not str(given.get("format", "")).startswith("penstock-profile/"):
+        raise Config(f"{path} is no profile of penstock: its first line does not say so")
+    if given["format"] != FORMAT:
+        raise Config(
+            f"{path} is a {given['format']}, and this is the reader of {FORMAT}: read it with the penstock that wrote it"
+        )
+    header = _attempt(_header, given)
+    if header is None:
+        raise Config(f"{path}: its first line does not say which rank of which job recorded it")
+    record = Record(header)
+    bad = 0
+    for text, is_whole in lines:
+        given = _object(text) if is_whole else None
+        kept = given is not None and _keep(record, given)
+        if not kept and not is_whole:
+            record.problems.append(f"{path.name} ends within a line: its rank was stopped, or the disk was full")
+        elif not kept:
+            bad += 1
+    if bad:
+        record.problems.append(f"{path.name}: {bad} lines make no sense and are left out")
+    record.steps.sort(key=lambda step: step.number)
+    return record
+
+
+def _lines(file: Any) -> Iterator[tuple[str, bool]]:
+    """Lines, and whether each is whole. One that is too long counts as broken."""
+    while text := file.readline(MOST_LINE):
+        is_whole = text.endswith("\n")
+        if not is_whole and len(text) >= MOST_LINE:
+            while (more := file.readline(MOST_LINE)) and not more.endswith("\n"):
+                pass
+            yield "", True
+            continue
+        yield text, is_whole
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _keep(record: Record, given: dict[str, Any]) -> bool:
+    for key, (make, add) in _READERS.items():
+        if key in given:
+            made = _attempt(make, given)
+            if made is not None:
+                add(record, made)
+            return made is not None
+    return False
+
+
+_Made = TypeVar("_Made")
+
+
+def _attempt(make: Callable[[dict[str, Any]], _Made], given: dict[str, Any]) -> _Made | None:
+    try:
+        return make(given)
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError):
+        return None
+
+
+def _time(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise ValueError("no time")
+    return value
+
+
+def _count(value: Any) -> int:
+    return _time(value)
+
+
+def _ordered(start: Any, end: Any) -> Interval:
+    start_ns, end_ns = _time(start), _time(end)
+    if end_ns < start_ns:
+        raise ValueError("ends before it starts")
+    return start_ns, end_ns
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("no text")
+    return value
+
+
+def _header(given: dict[str, Any]) -> Header:
+    rank, world = _count(given["rank"]), _count(given["world"])
+    if not rank < world <= 1 << 20:
+        raise ValueError("no such rank")
+    about = given.get("about", {})
+    if not isinstance(about, dict):
+        raise ValueError("no object")
+    return Header(
+        rank, world, _text(given["host"]), _count(given["pid"]), _time(given["start"]), _time(given["wall"]), about
+    )
+
+
+def _step(given: dict[str, Any]) -> Step:
+    start_ns, end_ns = _ordered(given["start"], given["end"])
+    return Step(
+        _count(given["step"]),
+        start_ns,
+        end_ns,
+        tuple(Span(_text(phase), *_ordered(start, end)) for phase, start, end in given.get("spans", ())),
+        tuple(
+            Wait(*_ordered(start, end), _text(operation), _text(group))
+            for start, end, operation, group in given.get("waits", ())
+        ),
+        _time(given.get("thread", 0)),
+        _time(given.get("process", 0)),
+        _count(given.get("examples", 0)),
+    )
+
+
+def _operation(given: Any) -> Operation:
+    name, group, number, issued, ended, length, ranks, peer, purpose = given
+    return Operation(
+        _text(name),
+        _text(group),
+        _count(number),
+        *_ordered(issued, ended),
+        _count(length),
+        _count(ranks),
+        None if peer is None else _count(peer),
+        _text(purpose),
+    )
+
+
+def _sample(given: dict[str, Any]) -> Sample:
+    busy: list[Interval] = []
+    for start, end in given.get("busy", ()):
+        found = _ordered(start, end)
+        if busy and found[0] < busy[-1][1]:
+            raise ValueError("overlaps")
+        busy.append(found)
+    operations = tuple(_operation(each) for each in given.get("operations", ()))
+    return Sample(_count(given["sample"]), tuple(busy), operations, _count(given.get("dropped", 0)))
+
+
+def _readings(given: dict[str, Any]) -> Readings:
+    values = {_text(name): float(value) for name, value in given["values"].items()}
+    if not all(map(math.isfinite, values.values())):
+        raise ValueError("no number")
+    return Readings(_time(given["readings"]), values)
+
+
+def _event(given: dict[str, Any]) -> Event:
+    return Event(_time(given["time"]), _text(given["event"]), _text(given.get("text", "")))
+
+
+_READERS: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[Record, Any], None]]] = {
+    "step": (_step, lambda record, made: record.steps.append(made)),
+    "sample": (_sample, lambda record, made: record.samples.append(made)),
+    "readings": (_readings, lambda record, made: record.readings.append(made)),
+    "event": (_event, lambda record, made: record.events.append(made)),
+}
+
+
+_WRITERS: dict[type, Callable[[Any], dict[str, Any]]] = {
+    Header: lambda header: {
+        "format": FORMAT,
+        "rank": header.rank,
+        "world": header.world,
+        "host": header.host,
+        "pid": header.pid,
+        "start": header.start_ns,
+        "wall": header.wall_ns,
+        "about": header.about,
+    },
+    Step: lambda step: {
+        "step": step.number,
+        "start": step.start_ns,
+        "end": step.end_ns,
+        "spans": [[span.phase, span.start_ns, span.end_ns] for span in step.spans],
+        "waits": [[wait.start_ns, wait.end_ns, wait.operation, wait.group] for wait in step.waits],
+        "thread": step.thread_ns,
+        "process": step.process_ns,
+        "examples": step.examples,
+    },
+    Sample: lambda sample: {
+        "sample": sample.step,
+        "busy": [list(each) for each in sample.busy],
+        "operations": [
+            [one.name, one.group, one.number, one.issued_ns, one.ended_ns, one.bytes, one.ranks, one.peer, one.purpose]
+            for one in sample.operations
+        ],
+        "dropped": sample.dropped,
+    },
+    Readings: lambda readings: {"readings": readings.time_ns, "values": readings.values},
+    Event: lambda event: {"event": event.kind, "time": event.time_ns, "text": event.text},
+}
