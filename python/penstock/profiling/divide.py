@@ -243,6 +243,8 @@ def _mean(rank: int, steps: list[Step], sampled: int, sums: _Sums) -> Share:
     exposed: dict[Kind, float] = {}
     amounts: list[tuple[tuple[str, str] | None, float]] = [*sums.waits.items(), (None, standing)]
     for key, amount in amounts:
+        if not amount:
+            continue
         as_sampled = sums.exposed.get(key, {})
         total = sum(as_sampled.values())
         for kind, part in (as_sampled if total else {(OTHER, "unknown", None): 1.0}).items():
