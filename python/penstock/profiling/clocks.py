@@ -45,13 +45,13 @@ class Clock:
 
     @property
     def offset(self) -> tuple[float, float]:
-        """One correction for the whole run, and how wrong that may be: with the drift in it."""
+        """One correction for all samples, and how wrong that may be: with the drift from the first to the last in it."""
         middle = self.knots[len(self.knots) // 2][1]
         return self.rough_ns + middle, max(abs(add - middle) + wrong for _, add, wrong in self.knots)
 
     @property
     def precision_ns(self) -> float:
-        """How wrong `on_first` may be in sampled steps."""
+        """How wrong `on_first` may be in the middle of sampled steps."""
         return max(knot[2] for knot in self.knots)
 
     def _between(self, time_ns: int, what: int) -> float:
@@ -67,8 +67,8 @@ class Clock:
 
 
 def offsets(records: Sequence[Record]) -> dict[str, tuple[float, float]]:
-    """By host: what to add to its clock to get the clock of the host of the lowest rank, and how wrong that may be at any sampled
-    moment of the run, all in ns."""
+    """By host: what to add to its clock to get the clock of the host of the lowest rank, and how wrong that may be in any
+    sampled step of the run, all in ns."""
     ranks, _ = by_rank(records)
     return {host: clock.offset for host, clock in clocks(ranks, meetings(ranks))[0].items()}
 
@@ -143,11 +143,10 @@ class _Window:
             self.middle, self.contradiction_ns = 0.0, 0.0
             return -empty, empty
         # Twice, since how far an operation is from the middle is only known once clocks are corrected.
-        rough = np.zeros(issued.shape[1])
-        slack: float | Floats = DRIFT * float(known.max() - known.min())
+        slack = DRIFT * float(known.max() - known.min())
         self.middle = float(np.median(known))
         low, high, _ = self._paths(issued - slack, ended + slack)
-        rough = np.where(np.isfinite(low + high), (low + high) / 2, np.clip(0.0, low, high))
+        rough = np.array([_estimate(*bounds)[0] for bounds in zip(low.tolist(), high.tolist(), strict=True)])
         corrected_issued, corrected_ended = issued + rough, ended + rough
         first = corrected_issued[:, 0][np.isfinite(corrected_issued[:, 0])]
         self.middle = float(np.median(first)) if len(first) else float(np.median(known))
@@ -189,42 +188,44 @@ def _shortest(most: Floats) -> Floats | None:
 
 
 def _joined(
-    hosts: list[str], walls: dict[str, int], windows: list[tuple[int, _Window]], problems: list[str]
+    hosts: list[str],
+    walls: dict[str, int],
+    windows: list[tuple[int, _Window]],
+    problems: list[str],
 ) -> dict[str, Clock]:
     """The clocks from the bounds of all windows: what one says holds in the others, but for the drift between."""
-    base = walls[hosts[0]]
+    windows = sorted(windows, key=lambda each: each[1].origin + each[1].middle)
+    times = [each.origin + round(each.middle) for _, each in windows]
+    distances = DRIFT * np.diff(np.array([moment - times[0] for moment in times], float))
+    low = np.array([each.low for _, each in windows]).reshape(len(windows), len(hosts))
+    high = np.array([each.high for _, each in windows]).reshape(len(windows), len(hosts))
+    for at, distance in enumerate(distances):
+        low[at + 1] = np.maximum(low[at + 1], low[at] - distance)
+        high[at + 1] = np.minimum(high[at + 1], high[at] + distance)
+    for at in range(len(distances) - 1, -1, -1):
+        low[at] = np.maximum(low[at], low[at + 1] - distances[at])
+        high[at] = np.minimum(high[at], high[at + 1] + distances[at])
     found = {hosts[0]: Clock()}
-    if not windows:
-        for host in hosts[1:]:
-            found[host] = Clock(walls[host] - base, ((0, 0.0, float(WALL_ERROR_NS)),), DRIFT)
-    else:
-        windows = sorted(windows, key=lambda each: each[1].origin + each[1].middle)
-        times = [each.origin + round(each.middle) for _, each in windows]
-        distances = DRIFT * np.diff(np.array([moment - times[0] for moment in times], float))
-        low, high = np.stack([each.low for _, each in windows]), np.stack([each.high for _, each in windows])
-        for at, distance in enumerate(distances):
-            low[at + 1] = np.maximum(low[at + 1], low[at] - distance)
-            high[at + 1] = np.minimum(high[at + 1], high[at] + distance)
-        for at in range(len(distances) - 1, -1, -1):
-            low[at] = np.maximum(low[at], low[at + 1] - distances[at])
-            high[at] = np.minimum(high[at], high[at + 1] + distances[at])
-        for at, host in enumerate(hosts[1:], 1):
-            jump = float((low[:, at] - high[:, at]).max())
-            if jump > TOLERANCE_NS:
-                where = windows[int((low[:, at] - high[:, at]).argmax())][0]
-                problems.append(
-                    f"the clock of {host} jumped against that of {hosts[0]} by {jump / 1e6:.3f} ms or more, near step {where}: "
-                    "waits between the two are wrong by as much"
-                )
-            knots = []
-            for moment, least, most in zip(times, low[:, at], high[:, at], strict=True):
-                add, wrong = _estimate(float(least), float(most))
-                knots.append((moment - round(add) - walls[host], add, wrong))
-            found[host] = Clock(walls[host] - base, tuple(sorted({knot[0]: knot for knot in knots}.values())), DRIFT)
-    unknown = [host for host, clock in found.items() if clock.precision_ns >= WALL_ERROR_NS]
-    if unknown:
+    unbound = []
+    for at, host in enumerate(hosts[1:], 1):
+        jumps = low[:, at] - high[:, at]
+        if len(jumps) and jumps.max() > TOLERANCE_NS:
+            problems.append(
+                f"the clock of {host} jumped against that of {hosts[0]} by {jumps.max() / 1e6:.3f} ms or more, near step "
+                f"{windows[int(jumps.argmax())][0]}: waits between the two are wrong by as much"
+            )
+        if not (np.isfinite(low[:, at]).all() and np.isfinite(high[:, at]).all() and windows):
+            unbound.append(host)
+        estimates = [_estimate(*bounds) for bounds in zip(low[:, at].tolist(), high[:, at].tolist(), strict=True)]
+        knots = {
+            moment - round(add) - walls[host]: (add, wrong)
+            for moment, (add, wrong) in zip(times, estimates, strict=True)
+        }
+        ordered = tuple((moment, *knots[moment]) for moment in sorted(knots)) or ((0, 0.0, float(WALL_ERROR_NS)),)
+        found[host] = Clock(walls[host] - walls[hosts[0]], ordered, DRIFT)
+    if unbound:
         problems.append(
-            f"no sampled operations bound the clock of {', '.join(unknown)} against that of {hosts[0]} from both sides: the wall "
+            f"no sampled operations bound the clock of {', '.join(unbound)} against that of {hosts[0]} from both sides: the wall "
             "clocks are taken, so waits between these hosts are only right as far as NTP keeps those"
         )
     return found
