@@ -17,7 +17,7 @@ from penstock.profiling.phases import marked_waits, phases
 from penstock.profiling.record import Record, Sample, Step
 from penstock.profiling.turns import Course, Turns, turns
 
-__all__ = ["GAP_NS", "OUTLIER", "WARM_UP_STEPS", "divide", "flight"]
+__all__ = ["GAP_NS", "OUTLIER", "WARM_UP_STEPS", "divide", "flight", "standing"]
 
 Kind = tuple[str, str, int | None]
 """Purpose; ``wire``, ``wait`` or ``unknown``; for a wait the rank that came last."""
@@ -86,6 +86,21 @@ def flight(courses: Iterable[Course], start_ns: int, end_ns: int) -> list[Piece[
         else:
             found.append((start, end, kind))
     return found
+
+
+def standing(
+    step: Step, sample: Sample, waits: list[Piece[tuple[str, str]]], moving: list[Piece[Kind]]
+) -> list[Piece[None]]:
+    """When the thread stood still in a backward pass without a mark, as DDP does in C++: no operator runs, but communication
+    does, for `GAP_NS` and longer."""
+    if not sample.busy or not moving:
+        return []
+    backward = union(
+        clipped(((s.start_ns, s.end_ns, None) for s in step.spans if s.phase == "backward"), step.start_ns, step.end_ns)
+    )
+    idle = without(backward, [(start, end, None) for start, end in sample.busy])
+    still = union((start, end, None) for start, end, _, _ in overlaps(idle, union(moving)))
+    return without([piece for piece in still if piece[1] - piece[0] >= GAP_NS], waits)
 
 
 @dataclass
@@ -164,7 +179,7 @@ def _look(
 ) -> None:
     """Add what a sample tells of its step."""
     moving = flight(courses, step.start_ns, step.end_ns)
-    unmarked = _standing(step, sample, waits, moving)
+    unmarked = standing(step, sample, waits, moving)
     for start, end, phase, _ in overlaps(timeline, unmarked):
         sums.unmarked[phase] = sums.unmarked.get(phase, 0) + end - start
     purpose_of = {(course.operation.name, course.operation.group): course.purpose for course in courses}
@@ -173,25 +188,10 @@ def _look(
         exposed[kind] = exposed.get(kind, 0) + end - start
     for piece, inside in _grouped(waits, moving):
         _add(sums.exposed.setdefault(piece[2], {}), _within(piece, inside, purpose_of))
-    standing = union([*((a, b, None) for a, b, _ in waits), *unmarked])
-    _add(sums.hidden, _by_value(without(moving, standing)))
+    blocked = union([*((a, b, None) for a, b, _ in waits), *unmarked])
+    _add(sums.hidden, _by_value(without(moving, blocked)))
     late = [(course.operation.issued_ns, course.operation.ended_ns, None) for course in courses]
     sums.running_on += sum(b - a for a, b, _ in union(clipped(late, step.end_ns, 1 << 63)))
-
-
-def _standing(
-    step: Step, sample: Sample, waits: list[Piece[tuple[str, str]]], moving: list[Piece[Kind]]
-) -> list[Piece[None]]:
-    """When the thread stood still in a backward pass without a mark, as DDP does in C++: no operator runs, but communication
-    does, for `GAP_NS` and longer."""
-    if not sample.busy or not moving:
-        return []
-    backward = union(
-        clipped(((s.start_ns, s.end_ns, None) for s in step.spans if s.phase == "backward"), step.start_ns, step.end_ns)
-    )
-    idle = without(backward, [(start, end, None) for start, end in sample.busy])
-    still = union((start, end, None) for start, end, _, _ in overlaps(idle, union(moving)))
-    return without([piece for piece in still if piece[1] - piece[0] >= GAP_NS], waits)
 
 
 def _grouped(
@@ -228,7 +228,7 @@ def _within(
 def _mean(rank: int, steps: list[Step], sampled: int, sums: _Sums) -> Share:
     """The mean step: phases from all steps; what marks do not see, in the proportion of the sampled ones."""
     count = len(steps)
-    standing = 0.0
+    still = 0.0
     work = {}
     for phase in PHASES:
         marked = sums.marked.get(phase, 0.0)
@@ -237,11 +237,11 @@ def _mean(rank: int, steps: list[Step], sampled: int, sums: _Sums) -> Share:
         if seen:
             # In steps without a sample the same part of the phase.
             unmarked += unmarked / seen * (marked - seen)
-        standing += unmarked
+        still += unmarked
         if marked - unmarked > 0:
             work[phase] = (marked - unmarked) / count
     exposed: dict[Kind, float] = {}
-    amounts: list[tuple[tuple[str, str] | None, float]] = [*sums.waits.items(), (None, standing)]
+    amounts: list[tuple[tuple[str, str] | None, float]] = [*sums.waits.items(), (None, still)]
     for key, amount in amounts:
         if not amount:
             continue

@@ -47,11 +47,14 @@ class Meeting:
 
 
 def by_rank(records: Sequence[Record]) -> tuple[list[Record], list[str]]:
-    """The records by rank, one of each, and what is wrong with the choice."""
+    """The records by rank, one of each, and what is wrong with the choice. A host's record, which has readings only, is no
+    rank's."""
     chosen: dict[int, Record] = {}
     problems = []
     for record in sorted(records, key=_fullest_first):
         rank = record.header.rank
+        if record.readings and not record.steps and not record.samples:
+            continue
         if rank in chosen:
             problems.append(f"rank {rank} has several records, of which the one with the most steps counts")
         else:
