@@ -25,7 +25,15 @@ def phases(step: Step) -> list[Piece[str]]:
         until = max(until, mark[1])
     outer = _evaluated(outer)
     known = innermost(_spread(outer) + inner)
-    return sorted(known + without([(step.start_ns, step.end_ns, OTHER)], known)) if step.end_ns > step.start_ns else []
+    if step.end_ns == step.start_ns:
+        return []
+    joined: list[Piece[str]] = []
+    for start, end, phase in sorted(known + without([(step.start_ns, step.end_ns, OTHER)], known)):
+        if joined and joined[-1][2] == phase:
+            joined[-1] = (joined[-1][0], end, phase)
+        else:
+            joined.append((start, end, phase))
+    return joined
 
 
 def marked_waits(step: Step) -> list[Piece[tuple[str, str]]]:

@@ -65,7 +65,8 @@ class _Names:
     """How operations are called, and the arrows between them."""
 
     is_for_hta: bool = False
-    arrows: int = 0
+    count: int = 0
+    """Of arrows, or of operations that are tied to their issue."""
 
     def of(self, operation: Operation) -> str:
         # HolisticTraceAnalysis takes for communication what begins with ncclKernel, whatever the backend.
@@ -129,6 +130,8 @@ class _Job:
         yield _meta("process_labels", rank, 0, {"labels": host})
         yield _meta("process_sort_index", rank, 0, {"sort_index": rank})
         tracks = {THREAD: "training thread", WAITS: "waits of the training thread", OPERATORS: "operators"}
+        if names.is_for_hta:
+            tracks[ISSUES] = "issues of operations"
         for tid, name in {**tracks, **lanes.names}.items():
             yield _meta("thread_name", rank, tid, {"name": name})
             yield _meta("thread_sort_index", rank, tid, {"sort_index": tid})
@@ -183,6 +186,12 @@ class _Job:
             args |= {"wait (us)": round(turn - ts, 3), "wire (us)": round(end - turn, 3)}
         if course.last is not None:
             args["waits for rank"] = course.last
+        if names.is_for_hta:
+            # It finds a kernel's step by what the processor did at its launch. Its columns have as many bits as their numbers
+            # need, and this one's are overwritten with others.
+            names.count += 1
+            args["correlation"] = (1 << 32) + names.count
+            yield _span(rank, ISSUES, "record_param_comms", "cpu_op", ts, 0, args | {"stream": -1})
         yield _span(rank, lane, names.of(operation), "kernel", ts, end - ts, args)
         if course.last is not None and not names.is_for_hta:
             name = f"wait for rank {course.last}"
@@ -208,9 +217,12 @@ class _Job:
                 # An arrow is tied to the event around its end, so it must end before that.
                 moment = min(course.turn_ns, max(course.operation.issued_ns, course.operation.ended_ns - 1))
                 begin = self.us(host_of[source[0]], source[1].operation.issued_ns)
-                until = max(begin, self.us(host_of[rank], moment))
-                names.arrows += 1
-                both = {"name": "sent" if is_pair else "last rank", "cat": "communication", "id": names.arrows}
+                until = self.us(host_of[rank], moment)
+                if until < begin:
+                    # As far as clocks can tell it ended before it began; viewers know no arrow back in time.
+                    continue
+                names.count += 1
+                both = {"name": "sent" if is_pair else "last rank", "cat": "communication", "id": names.count}
                 yield {"ph": "s", **both, "pid": source[0], "tid": source[2], "ts": begin}
                 yield {"ph": "f", "bp": "e", **both, "pid": rank, "tid": lane, "ts": until}
 
@@ -337,7 +349,7 @@ def _arguments(operation: Operation, members: list[int], rank: int) -> Event:
 
 _GROWS = re.compile(r"(rx|tx|resent|read|written)_bytes$|_packets$|(?<!_per)_s$|(busy|limited)_us$|retransmits$")
 
-THREAD, WAITS, OPERATORS = 1, 2, 3
+THREAD, WAITS, OPERATORS, ISSUES = 1, 2, 3, 4
 LANES = 16
 """Tracks by number: the training thread's, then one or several a group."""
 HOST_PIDS = 1 << 21
