@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from penstock.profiling.breakdown import PHASES
+from penstock.profiling.intervals import union
 from penstock.profiling.record import Header, Operation, Record, Sample, Span, Step, Wait
 
 
@@ -115,4 +118,33 @@ def data_parallel(
                 )
                 records[rank].samples.append(Sample(number, busy, operations))
             now[rank] = done
+    return records
+
+
+def wild(seed: int, most: int | None = None) -> list[Record]:
+    """Records that `record.read` would let pass and no recorder writes, with times up to ``most``."""
+    draw = random.Random(seed)
+    most = most or draw.choice([30, 10**9, (1 << 63) - 1])
+
+    def interval() -> tuple[int, int]:
+        first, second = sorted(draw.choice([0, most, draw.randrange(most), draw.randrange(30)]) for _ in range(2))
+        return first, second
+
+    def operation() -> Operation:
+        name = draw.choice(["all_reduce", "send", "recv", "isend", "broadcast", "all_to_all", "", "\x00"])
+        ranks, peer = draw.choice([0, 1, 2, most]), draw.choice([None, 0, 1, 1 << 40])
+        purpose = draw.choice(["", "tensor", "dance"])
+        return Operation(name, draw.choice("ab"), draw.randrange(3), *interval(), most, ranks, peer, purpose)
+
+    records = []
+    for rank in range(draw.randrange(1, 4)):
+        record = Record(header(draw.choice([rank, 0]), 5, draw.choice("ab"), *interval()))
+        for _ in range(draw.randrange(6)):
+            spans = tuple(Span(draw.choice([*PHASES, "x"]), *interval()) for _ in range(3))
+            waits = tuple(Wait(*interval(), draw.choice(["", "send"]), "a") for _ in range(2))
+            record.steps.append(Step(draw.randrange(6), *interval(), spans, waits))
+        for _ in range(draw.randrange(4)):
+            busy = tuple((a, b) for a, b, _ in union([(*interval(), None) for _ in range(3)]))
+            record.samples.append(Sample(draw.randrange(6), busy, tuple(operation() for _ in range(draw.randrange(5)))))
+        records.append(record)
     return records

@@ -15,7 +15,7 @@ from penstock.profiling.divide import divide
 from penstock.profiling.intervals import innermost, overlaps, union, without
 from penstock.profiling.phases import marked_waits, phases
 from penstock.profiling.record import Operation, Record, Sample, Span, Step, Wait
-from profiles import data_parallel, header, shifted
+from profiles import data_parallel, header, shifted, wild
 
 MS = 1_000_000
 SYNC = "data-parallel sync"
@@ -532,3 +532,12 @@ def test_two_records_of_a_rank_and_a_step_twice() -> None:
     assert breakdown.shares == divide([long, short]).shares and breakdown.shares[0].steps == 10
     assert any("several records" in problem for problem in breakdown.problems)
     assert any("twice" in problem for problem in breakdown.problems)
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(st.integers(0, 10**9))
+def test_no_record_that_can_be_read_makes_it_fail(seed: int) -> None:
+    """Whatever a file may hold: times of any size, names and peers that do not exist, parts out of order and twice, several
+    hosts. Nothing is raised, and the sum holds."""
+    for share in divide(wild(seed)).shares:
+        assert sums_up(share)

@@ -132,6 +132,7 @@ class _Window:
             self._rows = np.ones(len(met), bool)
             low, high = self._bounds(issued, ended)
         self.low, self.high = low, high
+        self.likely = _by_ends(ended[[meeting.kind is Kind.ALL for meeting in met]])
 
     def _bounds(self, issued: Floats, ended: Floats) -> tuple[Floats, Floats]:
         """Least and greatest correction of each host in the middle of the window."""
@@ -187,6 +188,22 @@ def _shortest(most: Floats) -> Floats | None:
     return None
 
 
+def _by_ends(ended: Floats) -> Floats:
+    """Corrections with which collectives end on all hosts at once, as they nearly do; nothing for hosts without any. Unlike
+    bounds these tell a rank that is always late from a clock that is wrong."""
+    ended = np.where(np.isfinite(ended), ended, np.nan)[:MOST_ENDS]
+    likely = np.full(ended.shape[1], np.nan)
+    likely[0] = 0
+    coming = [0]
+    while coming:
+        at = coming.pop()
+        apart = ended[:, [at]] - ended
+        for other in np.flatnonzero(np.isnan(likely) & ~np.isnan(apart).all(axis=0)).tolist():
+            likely[other] = likely[at] + np.nanmedian(apart[:, other])
+            coming.insert(0, other)
+    return likely
+
+
 def _joined(
     hosts: list[str],
     walls: dict[str, int],
@@ -216,7 +233,8 @@ def _joined(
             )
         if not (np.isfinite(low[:, at]).all() and np.isfinite(high[:, at]).all() and windows):
             unbound.append(host)
-        estimates = [_estimate(*bounds) for bounds in zip(low[:, at].tolist(), high[:, at].tolist(), strict=True)]
+        likely = [float(each.likely[at]) for _, each in windows]
+        estimates = [_estimate(*each) for each in zip(low[:, at].tolist(), high[:, at].tolist(), likely, strict=True)]
         knots = {
             moment - round(add) - walls[host]: (add, wrong)
             for moment, (add, wrong) in zip(times, estimates, strict=True)
@@ -231,13 +249,16 @@ def _joined(
     return found
 
 
-def _estimate(least: float, most: float) -> tuple[float, float]:
+def _estimate(least: float, most: float, likely: float = np.nan) -> tuple[float, float]:
     """A correction between two bounds, and how wrong it may be."""
-    if np.isfinite(least) and np.isfinite(most):
-        # If they contradict each other, the truth was once one and once the other.
+    if not (np.isfinite(least) and np.isfinite(most)):
+        nearest = min(max(0.0, least), most)
+        return nearest, float(WALL_ERROR_NS) + abs(nearest)
+    if np.isnan(likely) or most - least <= 2 * LOOSE_NS:
+        # If the bounds contradict each other, the truth was once one and once the other.
         return (least + most) / 2, abs(most - least) / 2
-    nearest = min(max(0.0, least), most)
-    return nearest, float(WALL_ERROR_NS) + abs(nearest)
+    chosen = min(max(likely, least), most)
+    return chosen, max(chosen - least, most - chosen)
 
 
 _BINDING = {Kind.ALL, Kind.EXCHANGE, Kind.SEND}
@@ -247,6 +268,12 @@ DRIFT = 1e-4
 
 WALL_ERROR_NS = 10**9
 """A guess: hosts with NTP are some milliseconds apart, those without by anything."""
+
+LOOSE_NS = 250_000.0
+"""Half a round trip between hosts of one network is below. If bounds are further apart, a rank was late in all operations."""
+
+MOST_ENDS = 4096
+"""Collectives of a step whose ends are compared."""
 
 TOLERANCE_NS = 10_000.0
 """Contradictions up to here are rounding: torch's profiler writes microseconds."""
