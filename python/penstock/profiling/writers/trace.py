@@ -108,9 +108,10 @@ class _Job:
 
     def _first(self, record: Record) -> int:
         moments = [record.header.start_ns]
-        moments += [step.start_ns for step in record.steps[:1]] + [each.time_ns for each in record.readings[:1]]
-        moments += [op.issued_ns for sample in record.samples[:1] for op in sample.operations]
-        moments += [start for sample in record.samples[:1] for start, _ in sample.busy[:1]]
+        moments += [step.start_ns for step in record.steps]
+        moments += [op.issued_ns for sample in record.samples for op in sample.operations]
+        moments += [sample.busy[0][0] for sample in record.samples if sample.busy]
+        moments += [each.time_ns for each in (*record.readings, *record.events)]
         clock = self.clock_of.get(record.header.host)
         return min(moments) if clock is None else clock.on_first(min(moments))
 
