@@ -104,6 +104,16 @@ def test_a_marked_wait_keeps_its_purpose_in_steps_without_a_sample() -> None:
     assert first.work == pytest.approx({"forward": 48.5 * MS, OTHER: 40 * MS})
 
 
+def test_a_backward_pass_in_another_thread_is_not_taken_for_a_wait() -> None:
+    """CUDA: autograd runs in a thread of its own, so this one shows no operators in the whole pass, and only marks count."""
+    records = data_parallel(2)
+    for record in records:
+        record.samples = [replace(sample, busy=(sample.busy[0], sample.busy[2])) for sample in record.samples]
+    for share in divide(records).shares:
+        assert share.work["backward"] == 50 * MS and share.communication[SYNC].exposed_ns == 0 and sums_up(share)
+        assert share.communication[SYNC].hidden_wire_ns == pytest.approx(30 * MS)
+
+
 def test_a_pipeline_waits_in_recv_and_never_in_send() -> None:
     """A receive waits until its send is issued; sends wait for nobody; pairs are matched in order, also isend with recv."""
     first, second = Record(header(0, 2)), Record(header(1, 2))
@@ -310,20 +320,21 @@ def slowly(records: list[Record], rank: int) -> tuple[dict[str, float], dict[tup
                 (_state(records, operation, number, tick) for operation, number in operations), default=(3, (), "")
             )
         in_wait = {tick: any(wait.start_ns <= tick < wait.end_ns for wait in step.waits) for tick in state}
-        still = {
+        in_backward = {
             tick: any(span.phase == "backward" and span.start_ns <= tick < span.end_ns for span in step.spans)
-            and not any(start <= tick < end for start, end in sample.busy)
+            for tick in state
+        }
+        is_busy = {tick: any(start <= tick < end for start, end in sample.busy) for tick in state}
+        # In a pass in which this thread ran no operator at all, nothing can be said.
+        still = {
+            tick: in_backward[tick]
+            and not is_busy[tick]
             and state[tick][0] < 3
-            and bool(sample.busy)
+            and any(is_busy[other] for other in around(in_backward, tick))
             for tick in state
         }
         for tick in state:
-            first = last = tick
-            while still.get(first - 1):
-                first -= 1
-            while still.get(last + 1):
-                last += 1
-            is_blocked = in_wait[tick] or (still[tick] and last + 1 - first >= module.GAP_NS)
+            is_blocked = in_wait[tick] or (still[tick] and len(around(still, tick)) >= module.GAP_NS)
             kind = ("wire", "wait", "unknown", "unknown")[state[tick][0]]
             if is_blocked:
                 key = ("exposed", kind, state[tick][2] if state[tick][0] < 3 else "?")
@@ -334,6 +345,16 @@ def slowly(records: list[Record], rank: int) -> tuple[dict[str, float], dict[tup
                 if state[tick][0] < 3:
                     moved["hidden", kind, state[tick][2]] = moved.get(("hidden", kind, state[tick][2]), 0) + 1
     return work, moved
+
+
+def around(is_true: dict[int, bool], tick: int) -> range:
+    """The ticks around one for which it is true without a gap."""
+    first = last = tick
+    while is_true.get(first - 1):
+        first -= 1
+    while is_true.get(last + 1):
+        last += 1
+    return range(first, last + 1)
 
 
 def _state(

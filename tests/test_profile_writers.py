@@ -7,6 +7,7 @@ import json as decoder
 import os
 import pathlib
 import re
+import resource
 import stat
 import tracemalloc
 from collections import defaultdict
@@ -215,7 +216,8 @@ def test_rows_that_are_exposed_sum_to_the_step(tmp_path: pathlib.Path) -> None:
         assert sum(float(row["ns_per_step"]) for row in parts) == pytest.approx(share.step_ns, abs=1)
         assert sum(float(row["share_of_step"]) for row in parts) == pytest.approx(1, abs=1e-4)
         (wire,) = [row for row in parts if row["kind"] == "wire"]
-        assert wire["what"] == "data-parallel sync" and float(wire["bytes_per_step"]) == 75e6
+        assert wire["what"] == "data-parallel sync"
+        assert (float(wire["bytes_per_step"]), wire["operations_per_step"]) == (75e6, "3")
         waited = {int(row["waited_for"]): float(row["ns_per_step"]) for row in own if row["kind"] == "waited for"}
         assert waited == pytest.approx(dict(share.communication["data-parallel sync"].waited_for))
     assert not any("e+" in value for row in rows for value in row.values())
@@ -279,6 +281,19 @@ def test_a_file_that_is_no_breakdown_is_refused(text: str, says: str, tmp_path: 
     (tmp_path / "b.json").write_text(text)
     with pytest.raises(Config, match=says):
         from_json(tmp_path / "b.json")
+
+
+def test_a_disk_that_fills_up_leaves_no_part(tmp_path: pathlib.Path) -> None:
+    """A limit on the size of files stands for the full disk: what was there before stays, and nothing else does."""
+    (tmp_path / "t.json").write_text("before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(Config, match=r"cannot write .*t\.json: File too large; name a file"):
+            perfetto(data_parallel(3), tmp_path / "t.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir(tmp_path) == ["t.json"] and (tmp_path / "t.json").read_text() == "before"
 
 
 def test_files_are_written_whole_or_not_at_all(tmp_path: pathlib.Path) -> None:

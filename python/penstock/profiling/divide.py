@@ -92,13 +92,17 @@ def standing(
     step: Step, sample: Sample, waits: list[Piece[tuple[str, str]]], moving: list[Piece[Kind]]
 ) -> list[Piece[None]]:
     """When the thread stood still in a backward pass without a mark, as DDP does in C++: no operator runs, but communication
-    does, for `GAP_NS` and longer."""
+    does, for `GAP_NS` and longer.
+
+    A pass without any operator of this thread tells nothing: autograd works on CUDA tensors in a thread of its own.
+    """
     if not sample.busy or not moving:
         return []
-    backward = union(
-        clipped(((s.start_ns, s.end_ns, None) for s in step.spans if s.phase == "backward"), step.start_ns, step.end_ns)
-    )
-    idle = without(backward, [(start, end, None) for start, end in sample.busy])
+    busy = [(start, end, None) for start, end in sample.busy]
+    spans = ((span.start_ns, span.end_ns, None) for span in step.spans if span.phase == "backward")
+    backward = union(clipped(spans, step.start_ns, step.end_ns))
+    ran = {piece for *_, piece, _ in overlaps([(a, b, (a, b, None)) for a, b, _ in backward], busy)}
+    idle = without([piece for piece in backward if piece in ran], busy)
     still = union((start, end, None) for start, end, _, _ in overlaps(idle, union(moving)))
     return without([piece for piece in still if piece[1] - piece[0] >= GAP_NS], waits)
 

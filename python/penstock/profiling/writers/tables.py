@@ -28,6 +28,7 @@ COLUMNS = (
     "ns_per_step",
     "share_of_step",
     "bytes_per_step",
+    "operations_per_step",
     "waited_for",
 )
 """docs/reference/profile.md says what they hold."""
@@ -97,25 +98,24 @@ def from_json(path: Path) -> Breakdown:
 
 
 def _rows(share: Share) -> Iterator[tuple[object, ...]]:
-    def row(
-        what: str, kind: str, exposed: int, ns: float, length: float | str, last: int | str = ""
-    ) -> tuple[object, ...]:
-        return what, kind, exposed, _plain(ns), _plain(ns / share.step_ns if share.step_ns else 0.0), length, last
+    def row(what: str, kind: str, exposed: int, ns: float, *rest: object) -> tuple[object, ...]:
+        part = ns / share.step_ns if share.step_ns else 0.0
+        return what, kind, exposed, _plain(ns), _plain(part), *(*rest, "", "", "")[:3]
 
-    yield row("step", "step", 0, share.step_ns, "")
+    yield row("step", "step", 0, share.step_ns)
     for phase in PHASES:
         if phase in share.work:
-            yield row(phase, "work", 1, share.work[phase], "")
+            yield row(phase, "work", 1, share.work[phase])
     for purpose in PURPOSES:
         moving = share.communication.get(purpose)
         if moving is None:
             continue
-        yield row(purpose, "wire", 1, moving.exposed_wire_ns, _plain(moving.bytes))
-        yield row(purpose, "wait", 1, moving.exposed_wait_ns, "")
-        yield row(purpose, "wire", 0, moving.hidden_wire_ns, "")
-        yield row(purpose, "wait", 0, moving.hidden_wait_ns, "")
+        yield row(purpose, "wire", 1, moving.exposed_wire_ns, _plain(moving.bytes), _plain(moving.operations))
+        yield row(purpose, "wait", 1, moving.exposed_wait_ns)
+        yield row(purpose, "wire", 0, moving.hidden_wire_ns)
+        yield row(purpose, "wait", 0, moving.hidden_wait_ns)
         for last, ns in moving.waited_for.items():
-            yield row(purpose, "waited for", 0, ns, "", last)
+            yield row(purpose, "waited for", 0, ns, "", "", last)
 
 
 def _plain(value: float) -> str:

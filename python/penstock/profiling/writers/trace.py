@@ -111,7 +111,7 @@ class _Job:
         moments += [step.start_ns for step in record.steps]
         moments += [op.issued_ns for sample in record.samples for op in sample.operations]
         moments += [sample.busy[0][0] for sample in record.samples if sample.busy]
-        moments += [each.time_ns for each in (*record.readings, *record.events)]
+        moments += [each.time_ns for each in record.readings] + [each.time_ns for each in record.events]
         clock = self.clock_of.get(record.header.host)
         return min(moments) if clock is None else clock.on_first(min(moments))
 
