@@ -68,7 +68,7 @@ def assert_within(job: Job, records: list[Record], moments: list[int]) -> dict[s
     """At these true times every rank's clock is as near to rank 0's as it says."""
     found, _ = clocks(records, meetings(records))
     at_once = offsets(records)
-    for rank, host in enumerate(job.hosts):
+    for rank, host in enumerate(job.hosts[: len(records)]):
         for moment in moments:
             here = job.reads(rank, moment)
             assert abs(found[host].on_first(here) - job.reads(0, moment)) <= found[host].wrong_ns(here) + 2
@@ -159,6 +159,23 @@ def test_hosts_that_share_no_operation_are_bound_over_others() -> None:
     assert 0.8 * 60 * US < found["d"].precision_ns < 1.1 * 60 * US
 
 
+def test_a_missing_record_takes_no_bounds_from_the_others() -> None:
+    """Rank 2 of three left no record: the operations of the other two still bound their clocks. A send without its receive, and
+    operations that a rank has twice, bind nothing."""
+    job = Job(["a", "b", "c"], [0, SECOND, 0], [0] * 3, [0] * 3)
+    for number in range(4):
+        at = SECOND + number * MS
+        issues = {0: at + (number % 2) * 100 * US, 1: at + ((number + 1) % 2) * 100 * US, 2: at}
+        job.operate(0, "all_reduce", "0", issues, dict.fromkeys(issues, at + 120 * US))
+    job.operate(0, "send", "p", {0: 5 * SECOND}, {0: 6 * SECOND}, {0: 1})
+    records = job.done()[:2]
+    assert clocks(records, meetings(records))[1] == []
+    assert assert_within(job, records, [SECOND])["b"].precision_ns < 70 * US
+    for record in records:
+        record.samples.append(record.samples[0])
+    assert any("wall clocks" in problem for problem in clocks(records, meetings(records))[1])
+
+
 def test_a_send_bounds_one_side_only() -> None:
     """With sends in one direction only the wall clock decides between what they allow, and that is said."""
     job = Job(["a", "b"], [0, 50 * SECOND], [0, 0], [0, 20 * MS])
@@ -220,6 +237,37 @@ def test_drift_over_a_long_run_is_followed(drift: float) -> None:
     # Order survives the change of clock.
     seen = [found["b"].on_first(job.reads(1, SECOND * second)) for second in range(0, 7200, 7)]
     assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize("drift", [-9e-5, 9e-5])
+def test_a_long_step_is_not_contradicted_by_drift(drift: float) -> None:
+    """A step of 20 s, in which clocks drift apart by 2 ms: its operations bound the middle with what they can have drifted."""
+    job = Job(["a", "b"], [0, SECOND], [0.0, drift], [0, 0])
+    moments = []
+    for number in range(9):
+        at = SECOND + number * 2500 * MS
+        moments.append(at)
+        issues = {0: at + (number % 2) * 100 * US, 1: at + ((number + 1) % 2) * 100 * US}
+        job.operate(0, "all_reduce", "0", issues, {0: at + 120 * US, 1: at + 120 * US})
+    records = job.done()
+    assert clocks(records, meetings(records))[1] == []
+    # The nearest operation in which the other host is last is 2.5 s from the middle.
+    assert assert_within(job, records, moments)["b"].precision_ns < 60 * US + 2500 * MS * DRIFT
+
+
+def test_a_precise_step_helps_those_before_and_after() -> None:
+    """Of three samples the middle one has operations that bound well: the others are as precise, but for the drift between."""
+    job = Job(["a", "b"], [0, SECOND], [0.0, 0.0], [0, 0])
+    for step in range(3):
+        for number in range(4):
+            at = SECOND + step * 10 * MS + number * MS
+            late = 100 * US if step == 1 else 400 * US
+            issues = {0: at + (number % 2) * late, 1: at + ((number + 1) % 2) * late}
+            job.operate(
+                step, "all_reduce", "0", issues, dict.fromkeys(issues, at + late + (20 * US if step == 1 else 200 * US))
+            )
+    found = assert_within(job, job.done(), [SECOND + step * 10 * MS for step in range(3)])
+    assert [round(knot[2] / US) for knot in found["b"].knots] == pytest.approx([21, 20, 21], abs=1)
 
 
 @pytest.mark.parametrize("jump", [5 * MS, -80 * MS, 3 * SECOND])

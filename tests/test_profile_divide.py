@@ -498,6 +498,32 @@ def test_a_rank_that_died_early_leaves_operations_without_partners() -> None:
     assert moving.exposed_ns == pytest.approx(17 * MS)
 
 
+def test_what_cannot_be_told_apart_is_split_as_its_own_purpose_is() -> None:
+    """Tensor-parallel sums wait for 1 of 10 ms, gradients for 8 of 10. One more of each lacks its partner and is split like
+    those of its purpose; an expert's exchange without any example is split like all that is known."""
+    records = [Record(header(rank, 2)) for rank in range(2)]
+    for rank in range(2):
+        for number in range(3):
+            at = 1000 * MS * number
+            operations = [
+                Operation("all_reduce", "t", 0, at + 1 * MS * rank, at + 10 * MS, 1, 2, None, "tensor"),
+                Operation("all_reduce", "d", 0, at + 20 * MS + 8 * MS * rank, at + 30 * MS, 1, 2, None, SYNC),
+            ]
+            if rank == 0:
+                operations += [
+                    Operation("all_reduce", "t", 1, at + 40 * MS, at + 50 * MS, 1, 2, None, "tensor"),
+                    Operation("all_reduce", "d", 1, at + 60 * MS, at + 70 * MS, 1, 2, None, SYNC),
+                    Operation("all_to_all", "e", 0, at + 80 * MS, at + 90 * MS, 1, 2, None, "expert"),
+                ]
+            records[rank].steps.append(Step(number, at, at + 100 * MS))
+            records[rank].samples.append(Sample(number, (), tuple(operations)))
+    moved = divide(records).shares[0].communication
+    assert moved["tensor"].hidden_wait_ns == pytest.approx(2 * MS)
+    assert moved[SYNC].hidden_wait_ns == pytest.approx(16 * MS)
+    assert moved["expert"].hidden_wait_ns == pytest.approx(4.5 * MS)
+    assert moved["expert"].waited_for == {1: pytest.approx(4.5 * MS)}
+
+
 def test_one_record_of_a_larger_job_is_divided_and_said_to_be_one() -> None:
     """Its phases and exposed time stand; wire and wait do not."""
     breakdown = divide(data_parallel(4)[2:3])

@@ -88,8 +88,10 @@ def clocks(records: Sequence[Record], met: Iterable[Meeting]) -> tuple[dict[str,
     on_host = {record.header.rank: record.header.host for record in records}
     windows: dict[int, list[Meeting]] = {}
     for meeting in met:
-        # Those whose parts do not fit are perhaps not one operation.
-        if meeting.kind in _BINDING and meeting.is_whole and len({on_host[rank] for rank, _ in meeting.parts}) > 1:
+        ranks = {rank for rank, _ in meeting.parts}
+        # An operation binds any two of its ranks, even if the record of a third is missing. Two of a rank are not one operation.
+        is_one = meeting.is_whole or (meeting.kind is not Kind.SEND and len(ranks) == len(meeting.parts))
+        if meeting.kind in _BINDING and is_one and len({on_host[rank] for rank in ranks}) > 1:
             windows.setdefault(meeting.step, []).append(meeting)
     steps = sorted(windows)
     problems: list[str] = []

@@ -71,14 +71,15 @@ def turns(records: Sequence[Record], met: Iterable[Meeting], clock_of: Mapping[s
             _add(found, sender, meeting.step, Course(send, send.issued_ns, None, True))
             _judge(found, receiver, meeting.step, receive, wait, sender, unsure[sender] + unsure[receiver])
             continue
-        at = max(range(len(parts)), key=lambda each: (issues[each], -parts[each][0]))
+        # Of those that issued together the lowest rank: parts are in order of rank.
+        at = max(range(len(parts)), key=issues.__getitem__)
         for each, (rank, operation) in enumerate(parts):
             last = at
             if meeting.kind is Kind.ROOTED:
                 # Data flow from or to a root only: a rank whose end came earlier did not wait for those that issued later.
                 end = issues[each] + operation.ended_ns - operation.issued_ns
                 here = [other for other in range(len(parts)) if issues[other] < end]
-                last = max(here, key=lambda other: (issues[other], -parts[other][0]), default=each)
+                last = max(here, key=issues.__getitem__, default=each)
             is_sure = meeting.kind is Kind.ALL
             allowed = unsure[rank] + unsure[parts[last][0]] if is_sure else None
             _judge(found, rank, meeting.step, operation, issues[last] - issues[each], parts[last][0], allowed)
