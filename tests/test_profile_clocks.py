@@ -319,6 +319,24 @@ def test_a_rank_that_is_always_late_is_no_wrong_clock(late: dict[int, int]) -> N
             assert there.communication[purpose].waited_for.keys() == moving.waited_for.keys()
 
 
+@pytest.mark.parametrize(
+    ("wall", "ends", "wrong"), [(0, 0, 0), (5, 0, 0), (0, 99, 0), (50_000, 0, 0), (50_000, 99, 99)]
+)
+def test_where_bounds_are_loose_ends_and_wall_clocks_decide(wall: int, ends: int, wrong: int) -> None:
+    """Rank 1 is last in all operations, by 300 ms of each second. Wall clocks that are some ms wrong are made better by the ends
+    of collectives. A host that notices each end 99 ms late, as one that lacks processor time, is no wrong clock while the wall
+    clocks can be right; that the two disagree is said."""
+    job = Job(["a", "b"], [0, SECOND], [0.0, 0.0], [0, wall * MS])
+    for step in range(6):
+        at = SECOND + step * SECOND
+        ended = {0: at + 500 * MS, 1: at + (500 + ends) * MS}
+        job.operate(step, "all_reduce", "0", {0: at, 1: at + 300 * MS}, ended)
+    records = job.done()
+    clock_of, problems = clocks(records, meetings(records))
+    assert clock_of["b"].offset[0] == pytest.approx(-SECOND - wrong * MS, abs=US)
+    assert any("ms apart" in problem for problem in problems) == (ends > 0 and wall == 0)
+
+
 def test_kinds_of_operations_by_name() -> None:
     """Names of torch, of Kineto and of other backends mean the same."""
     for name in (

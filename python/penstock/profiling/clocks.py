@@ -18,7 +18,7 @@ import numpy.typing as npt
 from penstock.profiling.matching import Kind, Meeting, by_rank, meetings
 from penstock.profiling.record import Record
 
-__all__ = ["DRIFT", "WALL_ERROR_NS", "Clock", "clocks", "offsets"]
+__all__ = ["DRIFT", "WALL_AGREES_NS", "WALL_ERROR_NS", "Clock", "clocks", "offsets"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -33,6 +33,8 @@ class Clock:
     """When on this clock; what more is to be added; how wrong that may be. Linear between them."""
     drift: float = 0.0
     """By how much the correction may change in between, in ns per ns."""
+    likely_wrong_ns: float = 0.0
+    """How wrong it is in all likelihood. Less than what the knots say if bounds are far apart but other signs agree."""
 
     def on_first(self, time_ns: int) -> int:
         """A time of this clock on the first host's."""
@@ -235,20 +237,48 @@ def _joined(
             )
         if not (np.isfinite(low[:, at]).all() and np.isfinite(high[:, at]).all() and windows):
             unbound.append(host)
-        likely = [float(each.likely[at]) for _, each in windows]
+        likely, doubt_ns = _likely([float(each.likely[at]) for _, each in windows], low[:, at], high[:, at])
+        if doubt_ns > WALL_AGREES_NS and not np.isnan(likely).all():
+            problems.append(
+                f"by the wall clocks, collectives end {doubt_ns / 1e6:.1f} ms apart on {host} and {hosts[0]}: either the "
+                "clocks differ by that (does NTP run?) and waits are wrong by it, or one of the hosts is slow to notice an end"
+            )
         estimates = [_estimate(*each) for each in zip(low[:, at].tolist(), high[:, at].tolist(), likely, strict=True)]
+        surely = max((wrong for _, wrong in estimates), default=float(WALL_ERROR_NS))
         knots = {
             moment - round(add) - walls[host]: (add, wrong)
             for moment, (add, wrong) in zip(times, estimates, strict=True)
         }
         ordered = tuple((moment, *knots[moment]) for moment in sorted(knots)) or ((0, 0.0, float(WALL_ERROR_NS)),)
-        found[host] = Clock(walls[host] - walls[hosts[0]], ordered, DRIFT)
+        found[host] = Clock(walls[host] - walls[hosts[0]], ordered, DRIFT, min(surely, max(doubt_ns, LOOSE_NS)))
     if unbound:
         problems.append(
             f"no sampled operations bound the clock of {', '.join(unbound)} against that of {hosts[0]} from both sides: the wall "
             "clocks are taken, so waits between these hosts are only right as far as NTP keeps those"
         )
     return found
+
+
+def _likely(by_ends: list[float], low: Floats, high: Floats) -> tuple[list[float], float]:
+    """What the correction is likely to be in each window, and how far its two signs, ends and wall clocks, are apart.
+
+    Where collectives end at once by the wall clocks, too, their ends are the finer measure. Where not, the wall clocks count if
+    bounds allow: a host that lacks processor time may notice each end 100 ms late.
+    """
+    known = [each for each in by_ends if not np.isnan(each)]
+    if not known:
+        return by_ends, float(WALL_ERROR_NS)
+    doubt_ns = abs(float(np.median(known)))
+    if doubt_ns > WALL_AGREES_NS and (low <= 0).all() and (high >= 0).all() and (high - low).max() > 2 * LOOSE_NS:
+        return [0.0] * len(by_ends), doubt_ns
+    smooth = []
+    for at in range(len(by_ends)):
+        # Of as many before as after, so that drift does not count.
+        near = min(2, at, len(by_ends) - 1 - at)
+        around = [each for each in by_ends[at - near : at + near + 1] if not np.isnan(each)]
+        smooth.append(float(np.median(around)) if around else np.nan)
+    spread = float(np.median([abs(one - other) for one, other in zip(by_ends, smooth, strict=True) if one == one]))
+    return smooth, max(spread, doubt_ns if doubt_ns <= WALL_AGREES_NS else 0.0)
 
 
 def _estimate(least: float, most: float, likely: float = np.nan) -> tuple[float, float]:
@@ -273,6 +303,9 @@ WALL_ERROR_NS = 10**9
 
 LOOSE_NS = 250_000.0
 """Half a round trip between hosts of one network is below. If bounds are further apart, a rank was late in all operations."""
+
+WALL_AGREES_NS = 10_000_000.0
+"""NTP keeps hosts of a cluster nearer to each other than this."""
 
 MOST_ENDS = 4096
 """Collectives of a step whose ends are compared."""

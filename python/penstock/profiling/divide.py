@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Breakdown, Moving, Share
-from penstock.profiling.clocks import WALL_ERROR_NS, Clock, clocks
+from penstock.profiling.clocks import WALL_AGREES_NS, Clock, clocks
 from penstock.profiling.intervals import Piece, clipped, overlaps, union, without
 from penstock.profiling.matching import by_rank, meetings
 from penstock.profiling.phases import marked_waits, phases
@@ -372,15 +372,13 @@ def _about_operations(ranks: list[Record], judged: Turns) -> list[str]:
 def _about_clocks(clock_of: Mapping[str, Clock], shares: list[Share]) -> list[str]:
     """Where clocks are too uncertain for the waits that are shown."""
     problems = []
-    waits = [
-        moving.exposed_wait_ns + moving.hidden_wait_ns for share in shares for moving in share.communication.values()
-    ]
-    worth = max(waits, default=0.0)
+    shortest = min((share.step_ns for share in shares), default=0.0)
     for host, clock in clock_of.items():
-        if 0 < worth < 10 * clock.precision_ns < 10 * WALL_ERROR_NS:
+        # What is less matters little; of what is more `clocks` has told.
+        if 0.01 * shortest < clock.likely_wrong_ns <= WALL_AGREES_NS:
             problems.append(
-                f"the clock of {host} is known to ±{clock.precision_ns / 1e6:.3f} ms: shorter waits for its ranks cannot be told "
-                "from wire"
+                f"the clock of {host} is known to ±{clock.likely_wrong_ns / 1e6:.3f} ms: shorter waits of its ranks, or for "
+                "them, cannot be told from wire"
             )
     return problems
 
