@@ -337,6 +337,19 @@ def test_where_bounds_are_loose_ends_and_wall_clocks_decide(wall: int, ends: int
     assert any("ms apart" in problem for problem in problems) == (ends > 0 and wall == 0)
 
 
+def test_ends_never_overrule_a_bound() -> None:
+    """Host b notices most ends 5 ms late. One operation, in which a is last and which b ends after 2 ms, allows no more than 2."""
+    job = Job(["a", "b"], [0, SECOND], [0.0, 0.0], [0, 0])
+    for number in range(4):
+        at = SECOND + number * SECOND
+        job.operate(0, "all_reduce", "0", {0: at, 1: at + 300 * MS}, {0: at + 500 * MS, 1: at + 505 * MS})
+    job.operate(0, "all_reduce", "0", {0: 9 * SECOND, 1: 8 * SECOND}, {0: 9 * SECOND + 2 * MS, 1: 9 * SECOND + 2 * MS})
+    records = job.done()
+    add, wrong = clocks(records, meetings(records))[0]["b"].offset
+    # The middle of the step is some seconds from the operation that bounds.
+    assert add == pytest.approx(-SECOND - 2 * MS, abs=8 * SECOND * DRIFT) and abs(add + SECOND) <= wrong
+
+
 def test_kinds_of_operations_by_name() -> None:
     """Names of torch, of Kineto and of other backends mean the same."""
     for name in (

@@ -465,6 +465,25 @@ def test_a_script_that_never_steps_is_one_step() -> None:
     assert any("1 step only" in problem for problem in breakdown.problems)
 
 
+def test_of_two_steps_the_last_counts() -> None:
+    """The first has connections and compilation in it."""
+    (share,) = divide([Record(header(0, 1), [Step(0, 0, 900), Step(1, 900, 1000)])]).shares
+    assert (share.steps, share.step_ns) == (1, 100)
+
+
+def test_an_unknown_operation_waits_at_most_until_its_end() -> None:
+    """If it ends before the last rank begins it, which may be right for all that its name says, it has waited until then."""
+    records = [Record(header(rank, 2)) for rank in range(2)]
+    for number in range(3):
+        for rank, (issued, ended) in enumerate([(10, 20), (40, 45)]):
+            records[rank].steps.append(Step(number, 100 * number, 100 * number + 100))
+            operation = Operation("coalesced", "0", 0, 100 * number + issued, 100 * number + ended, 1, 2)
+            records[rank].samples.append(Sample(number, (), (operation,)))
+    shares = divide(records).shares
+    assert [share.communication[OTHER].hidden_wait_ns for share in shares] == [10, 0]
+    assert [share.communication[OTHER].hidden_wire_ns for share in shares] == [0, 5]
+
+
 def test_no_records_and_no_steps_are_said() -> None:
     """Nothing to divide is a breakdown with problems, no exception."""
     assert divide([]).shares == () and divide([]).problems
