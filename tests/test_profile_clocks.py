@@ -338,7 +338,7 @@ def test_where_bounds_are_loose_ends_and_wall_clocks_decide(wall: int, ends: int
 
 
 def test_ends_never_overrule_a_bound() -> None:
-    """Host b notices most ends 5 ms late. One operation, in which a is last and which b ends after 2 ms, allows no more than 2."""
+    """Host b notices most ends 5 ms late. One operation, in which a is last and which b ends after 2 ms, allows 2 at most."""
     job = Job(["a", "b"], [0, SECOND], [0.0, 0.0], [0, 0])
     for number in range(4):
         at = SECOND + number * SECOND
