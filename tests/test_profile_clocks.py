@@ -337,6 +337,25 @@ def test_where_bounds_are_loose_ends_and_wall_clocks_decide(wall: int, ends: int
     assert any("ms apart" in problem for problem in problems) == (ends > 0 and wall == 0)
 
 
+def test_a_sample_without_collectives_takes_what_those_beside_it_say() -> None:
+    """In step 1 there are sends only, late by much both ways; ends of the collectives in steps 0 and 2 count for it, too. Where a
+    job has sends only, the wall clocks do."""
+    for has_collectives in (True, False):
+        job = Job(["a", "b"], [0, SECOND], [0.0, 0.0], [0, 3 * MS])
+        for step in range(3):
+            at = SECOND + step * SECOND
+            if step != 1 and has_collectives:
+                job.operate(step, "all_reduce", "0", {0: at, 1: at + 300 * MS}, {0: at + 500 * MS, 1: at + 500 * MS})
+            for sender, receiver in ((0, 1), (1, 0)):
+                job.operate(step, "send", "p", {sender: at}, {sender: at + US}, {sender: receiver})
+                arrived = at + 200 * MS * (1 + sender)
+                job.operate(step, "recv", "p", {receiver: at}, {receiver: arrived}, {receiver: sender})
+        records = job.done()
+        found = clocks(records, meetings(records))[0]["b"]
+        wall_ns = 0 if has_collectives else 3 * MS
+        assert [knot[1] + found.rough_ns for knot in found.knots] == pytest.approx([-SECOND + wall_ns] * 3, abs=US)
+
+
 def test_ends_never_overrule_a_bound() -> None:
     """Host b notices most ends 5 ms late. One operation, in which a is last and which b ends after 2 ms, allows 2 at most."""
     job = Job(["a", "b"], [0, SECOND], [0.0, 0.0], [0, 0])

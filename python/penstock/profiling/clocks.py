@@ -237,8 +237,9 @@ def _joined(
             )
         if not (np.isfinite(low[:, at]).all() and np.isfinite(high[:, at]).all() and windows):
             unbound.append(host)
-        likely, doubt_ns = _likely([float(each.likely[at]) for _, each in windows], low[:, at], high[:, at])
-        if doubt_ns > WALL_AGREES_NS and not np.isnan(likely).all():
+        by_ends = np.array([each.likely[at] for _, each in windows])
+        likely, doubt_ns = _likely(by_ends, low[:, at], high[:, at])
+        if doubt_ns > WALL_AGREES_NS and np.isfinite(by_ends).any():
             problems.append(
                 f"by the wall clocks, collectives end {doubt_ns / 1e6:.1f} ms apart on {host} and {hosts[0]}: either the "
                 "clocks differ by that (does NTP run?) and waits are wrong by it, or one of the hosts is slow to notice an end"
@@ -259,34 +260,33 @@ def _joined(
     return found
 
 
-def _likely(by_ends: list[float], low: Floats, high: Floats) -> tuple[list[float], float]:
+def _likely(by_ends: Floats, low: Floats, high: Floats) -> tuple[list[float], float]:
     """What the correction is likely to be in each window, and how far its two signs, ends and wall clocks, are apart.
 
     Where collectives end at once by the wall clocks, too, their ends are the finer measure. Where not, the wall clocks count if
     bounds allow: a host that lacks processor time may notice each end 100 ms late.
     """
-    known = [each for each in by_ends if not np.isnan(each)]
-    if not known:
-        return by_ends, float(WALL_ERROR_NS)
-    doubt_ns = abs(float(np.median(known)))
+    count = len(by_ends)
+    has_ends = np.flatnonzero(np.isfinite(by_ends))
+    if not len(has_ends):
+        return [0.0] * count, float(WALL_ERROR_NS)
+    doubt_ns = abs(float(np.median(by_ends[has_ends])))
     if doubt_ns > WALL_AGREES_NS and (low <= 0).all() and (high >= 0).all() and (high - low).max() > 2 * LOOSE_NS:
-        return [0.0] * len(by_ends), doubt_ns
-    smooth = []
-    for at in range(len(by_ends)):
-        # Of as many before as after, so that drift does not count.
-        near = min(2, at, len(by_ends) - 1 - at)
-        around = [each for each in by_ends[at - near : at + near + 1] if not np.isnan(each)]
-        smooth.append(float(np.median(around)) if around else np.nan)
-    spread = float(np.median([abs(one - other) for one, other in zip(by_ends, smooth, strict=True) if one == one]))
+        return [0.0] * count, doubt_ns
+    ends = np.interp(np.arange(count), has_ends, by_ends[has_ends])
+    # Of as many windows before as after, so that drift does not count.
+    near = [min(2, at, count - 1 - at) for at in range(count)]
+    smooth = [float(np.median(ends[at - near[at] : at + near[at] + 1])) for at in range(count)]
+    spread = float(np.median(np.abs(ends - smooth)))
     return smooth, max(spread, doubt_ns if doubt_ns <= WALL_AGREES_NS else 0.0)
 
 
-def _estimate(least: float, most: float, likely: float = np.nan) -> tuple[float, float]:
+def _estimate(least: float, most: float, likely: float | None = None) -> tuple[float, float]:
     """A correction between two bounds, and how wrong it may be."""
     if not (np.isfinite(least) and np.isfinite(most)):
         nearest = min(max(0.0, least), most)
         return nearest, float(WALL_ERROR_NS) + abs(nearest)
-    if np.isnan(likely) or most - least <= 2 * LOOSE_NS:
+    if likely is None or most - least <= 2 * LOOSE_NS:
         # If the bounds contradict each other, the truth was once one and once the other.
         return (least + most) / 2, abs(most - least) / 2
     chosen = min(max(likely, least), most)
