@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -90,9 +89,9 @@ def drawn(seed: int) -> World:
     )
 
 
-def predicted(world: World, change: Callable[[float, float], tuple[float, float]]) -> float:
+def predicted(world: World, latency_times: float, rate_times: float) -> float:
     [model] = models(world.records())
-    latency, per_byte = change(model.wire.latency_ns, model.wire.per_byte_ns)
+    latency, per_byte = model.wire.latency_ns * latency_times, model.wire.per_byte_ns / rate_times
 
     def takes(move: Move) -> float:
         return latency + move.bytes * per_byte
@@ -106,9 +105,9 @@ def test_another_link_takes_what_the_model_says(seed: int) -> None:
     world = drawn(seed)
     print(world)
     for factor in (2, 0.5, 10):
-        told = predicted(world, lambda latency, per_byte, factor=factor: (latency, per_byte / factor))
+        told = predicted(world, 1, factor)
         assert told == pytest.approx(replace(world, per_byte_ns=world.per_byte_ns / factor).step_ns(), rel=2e-3)
-    told = predicted(world, lambda latency, per_byte: (0, per_byte))
+    told = predicted(world, 0, 1)
     assert told == pytest.approx(replace(world, latency_ns=0).step_ns(), rel=2e-3)
 
 

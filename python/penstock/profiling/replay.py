@@ -104,7 +104,8 @@ def models(records: Sequence[Record]) -> list[Model]:
     samples = [{sample.step: sample for sample in record.samples} for record in ranks]
     steps = [{step.number: step for step in record.steps} for record in ranks]
     found = []
-    for number in sorted(set.intersection(*map(set, samples)) & set.intersection(*map(set, steps))):
+    seen = [set(each) for each in samples] + [set(each) for each in steps]
+    for number in sorted(set.intersection(*seen)):
         here = by_step.get(number, [])
         if not here or not all(meeting.is_whole for meeting in here):
             continue
@@ -223,9 +224,9 @@ def _fit(moves: Sequence[Move], met: Sequence[Meeting], clock: Mapping[int, Cloc
     points: list[tuple[float, float]] = []
     for lane in spans.values():
         free = float("-inf")
-        for ended, ready, move in sorted(lane, key=lambda span: span[0]):
-            points.append((move.bytes, max(ended - max(ready, free), 1.0)))
-            free = ended
+        for end, start, move in sorted(lane, key=lambda span: span[0]):
+            points.append((move.bytes, max(end - max(start, free), 1.0)))
+            free = end
     if not points:
         return None
     # min sum ((a + b x - t) / t)^2, a and b not below 0.
@@ -233,7 +234,8 @@ def _fit(moves: Sequence[Move], met: Sequence[Meeting], clock: Mapping[int, Cloc
     aa, ab, bb = (sum(u * v for u, v in pairs) for pairs in _squares(weights))
     a1, b1 = sum(u for u, _ in weights), sum(v for _, v in weights)
     determinant = aa * bb - ab * ab
-    latency, per_byte = 0.0, b1 / bb if bb else 0.0
+    latency: float = 0.0
+    per_byte: float = b1 / bb if bb else 0.0
     if determinant > 1e-9 * aa * bb:
         latency, per_byte = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
         if per_byte < 0:
@@ -258,7 +260,7 @@ def merged(model: Model, least_bytes: float, purpose: str = "data-parallel sync"
     into: dict[int, int] = {}
     moves: list[Move] = []
     open_at: dict[tuple[str, tuple[int, ...]], int] = {}
-    order = {}
+    order: dict[int, int] = {}
     for rank in sorted(model.acts):
         for act in model.acts[rank]:
             if act.is_issue and act.move is not None:
@@ -284,32 +286,25 @@ def merged(model: Model, least_bytes: float, purpose: str = "data-parallel sync"
             if act.move is not None and act.is_issue and last[into[act.move]] != act.move:
                 carried += act.compute_ns
                 continue
-            move = None if act.move is None else into[act.move]
-            made.append(Act(act.compute_ns + carried, move, act.is_issue))
+            target = None if act.move is None else into[act.move]
+            made.append(Act(act.compute_ns + carried, target, act.is_issue))
             carried = 0.0
         acts[rank] = tuple(made)
     return replace(model, moves=tuple(moves), acts=acts)
 
 
 def evened(model: Model) -> Model:
-    """Without stragglers: all ranks begin together, and where they do the same, each part takes what it takes the median rank;
-    else each rank computes as long as the median one."""
-    orders = {tuple((act.move, act.is_issue) for act in own) for own in model.acts.values()}
-    if len(orders) == 1:
-        middle = [statistics.median(act.compute_ns for act in each) for each in zip(*model.acts.values(), strict=True)]
-        acts = {
-            rank: tuple(act._replace(compute_ns=part) for act, part in zip(own, middle, strict=True))
-            for rank, own in model.acts.items()
-        }
-    else:
-        total = {rank: sum(act.compute_ns for act in own) for rank, own in model.acts.items()}
-        aim = statistics.median(total.values())
-        acts = {
-            rank: tuple(
-                act._replace(compute_ns=act.compute_ns * (aim / total[rank] if total[rank] else 1)) for act in own
-            )
-            for rank, own in model.acts.items()
-        }
+    """Without stragglers: all ranks begin together and, where they issue the same, do what the median rank does (of two: the
+    faster); else each rank computes as long as that one."""
+    total = {rank: sum(act.compute_ns for act in own) for rank, own in model.acts.items()}
+    aim = statistics.median_low(total.values())
+    middle = next(rank for rank in total if total[rank] == aim)
+    orders = {tuple(act.move for act in own if act.is_issue) for own in model.acts.values()}
+    acts: dict[int, tuple[Act, ...]] = {}
+    for rank, own in model.acts.items():
+        share = aim / total[rank] if total[rank] else 1.0
+        scaled = tuple(act._replace(compute_ns=act.compute_ns * share) for act in own)
+        acts[rank] = model.acts[middle] if len(orders) == 1 else scaled
     return replace(model, acts=acts, starts_ns=dict.fromkeys(model.starts_ns, 0.0))
 
 
