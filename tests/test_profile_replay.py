@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from penstock.profiling.predict import Network, predict
 from penstock.profiling.record import Header, Operation, Record, Sample, Span, Step, Wait
 from penstock.profiling.replay import Move, evened, merged, models, run
 
@@ -156,6 +157,45 @@ def test_sends_of_different_pairs_do_not_take_turns() -> None:
     [model] = models(records)
     assert run(model) == pytest.approx(6_000_000, rel=1e-3)
     assert run(model, lambda move: model.wire.takes(move) / 2) == pytest.approx(3_500_000, rel=1e-3)
+
+
+def test_predictions_are_what_the_changed_world_does() -> None:
+    """Each change by itself, the best first, with the setting that makes it."""
+    world = World((5_000_000,) * 4, (*((2_000_000, 1_000_000),) * 5, (2_000_000, 500_000)), 400_000, 8.0)
+    network = Network(link_bytes_s=5e8, flow_bytes_s=125e6 / 4, streams=4, backend="penstock")
+    told = {each.change: each for each in predict(world.records(), network)}
+    half = replace(world, layers=tuple((compute, nbytes // 2) for compute, nbytes in world.layers))
+    expected = {
+        "twice the link": replace(world, per_byte_ns=4.0),
+        "gradients as float16 on the wire": half,
+        "gradients summed in the network": replace(world, per_byte_ns=8.0 / 1.5),
+        "buckets of 4 MiB and more": replace(world, layers=((10_000_000, 5_000_000), (2_000_000, 500_000))),
+        "16 streams": replace(world, per_byte_ns=2.0),
+        "no straggler": world,
+    }
+    for change, changed in expected.items():
+        assert told[change].after_ns == pytest.approx(changed.step_ns(), rel=5e-3), change
+        assert told[change].before_ns == pytest.approx(world.step_ns(), rel=1e-6)
+        assert told[change].error < 0.01
+    assert next(iter(told)) == "16 streams" and told["16 streams"].how == "PENSTOCK_STREAMS=16"
+    assert "1.00 Gbit/s on the wire, 400 us an operation" in told["twice the link"].because
+
+
+def test_gloo_is_told_what_penstock_would_take() -> None:
+    """Where it leaves most of the link unused, and only there."""
+    world = World((5_000_000,) * 2, ((2_000_000, 1_000_000),) * 6, 0, 40.0)
+    slow = predict(world.records(), Network(link_bytes_s=125e6, backend="gloo"))
+    [told] = [each for each in slow if each.change == "the penstock backend"]
+    assert told.after_ns == pytest.approx(replace(world, per_byte_ns=8.0 / 0.95).step_ns(), rel=5e-3)
+    full = predict(world.records(), Network(link_bytes_s=25e6, backend="gloo"))
+    assert "the penstock backend" not in [each.change for each in full]
+
+
+def test_nothing_is_predicted_without_samples() -> None:
+    records = World((10**6,) * 2, ((10**6, 10**6),), 0, 1.0).records()
+    for record in records:
+        record.samples.clear()
+    assert predict(records) == [] and predict([]) == []
 
 
 PURPOSE = "data-parallel sync"

@@ -215,7 +215,8 @@ def _acts(
 
 
 def _fit(moves: Sequence[Move], met: Sequence[Meeting], clock: Mapping[int, Clock]) -> Wire | None:
-    """Latency and time per byte of moves that took turns. Distances are relative, so that small moves count."""
+    """Latency and time per byte of moves that took turns. Distances are relative, so that small moves count. Where all moves are
+    of one size the two cannot be told apart, and all counts as time per byte."""
     spans: dict[tuple[int, ...], list[tuple[float, float, Move]]] = {}
     for move, meeting in zip(moves, met, strict=True):
         ready = max(clock[rank].on_first(one.issued_ns) for rank, one in meeting.parts)
