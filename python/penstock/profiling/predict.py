@@ -1,0 +1,152 @@
+"""What a step would take with something changed, from sampled steps (`replay.py`).
+
+Each prediction names the setting or command that makes the change, and how wrong it may be: how far the model is from the steps
+that it was made of, and how far its wire is from their operations.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.profiling.record import Record
+from penstock.profiling.replay import Model, Move, evened, merged, models, run
+
+__all__ = ["Network", "Prediction", "predict"]
+
+SYNC = "data-parallel sync"
+SHARE = 0.95
+"""Of a link's payload that penstock reaches (docs/benchmarks)."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """What is known of the network, besides what the samples show. 0: unknown."""
+
+    link_bytes_s: float = 0
+    """Of a rank's link, in one direction."""
+    flow_bytes_s: float = 0
+    """What one flow carries at most."""
+    streams: int = 0
+    """Streams between two ranks now."""
+    backend: str = ""
+    """As given to ``init_process_group``."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a change would bring."""
+
+    change: str
+    """In words, such as ``twice the link``."""
+    how: str
+    """The setting or command, or empty if money is needed."""
+    before_ns: float
+    """The measured step, mean over the sampled ones."""
+    after_ns: float
+    error: float
+    """How wrong `after_ns` may be, as a part of it."""
+    because: str
+    """The numbers that it follows from."""
+
+    @property
+    def gain(self) -> float:
+        """1.2: the step takes 1.2 times as long without the change."""
+        return self.before_ns / self.after_ns if self.after_ns else 1.0
+
+
+def predict(records: Sequence[Record], network: Network | None = None) -> list[Prediction]:
+    """What changes would bring, the best first. Empty without a sampled step that all ranks have.
+
+    Cost: milliseconds for a thousand operations.
+    """
+    found = models(records)
+    if not found:
+        return []
+    network = network or Network()
+    before = statistics.fmean(model.measured_ns for model in found)
+    per_byte = statistics.fmean(model.wire.per_byte_ns for model in found)
+    rate = 1e9 / per_byte if per_byte else 0.0
+    told = f"{_rate(rate)} on the wire, {statistics.fmean(model.wire.latency_ns for model in found) / 1e3:.0f} us an operation"
+    made: list[Prediction] = []
+
+    def add(change: str, how: str, changed: Callable[[Model], float], because: str = told) -> None:
+        ratios, errors = [], []
+        for model in found:
+            now = run(model)
+            ratios.append(changed(model) / now if now else 1.0)
+            errors.append(abs(now / model.measured_ns - 1) if model.measured_ns else 0.0)
+        moving = 1 - statistics.fmean(ratios)
+        spread = statistics.pstdev(ratios)
+        wire = statistics.fmean(model.wire.error for model in found)
+        error = statistics.fmean(errors) + wire * abs(moving) + spread
+        made.append(Prediction(change, how, before, before * statistics.fmean(ratios), error, because))
+
+    def faster(factor: float) -> Callable[[Model], float]:
+        return lambda model: run(
+            model, lambda move: model.wire.latency_ns + move.bytes * model.wire.per_byte_ns / factor
+        )
+
+    def smaller(part: Callable[[Move], float]) -> Callable[[Model], float]:
+        return lambda model: run(
+            model, lambda move: model.wire.latency_ns + move.bytes * part(move) * model.wire.per_byte_ns
+        )
+
+    def bucketed(size: int) -> Callable[[Model], float]:
+        return lambda model: run(merged(model, size * _factor(model)))
+
+    add("twice the link", "", faster(2))
+    add(
+        "gradients as float16 on the wire",
+        "ddp_hook(model, wire=torch.float16) or GradientReducer(model, wire=torch.float16)",
+        smaller(lambda move: 0.5 if move.purpose == SYNC else 1.0),
+    )
+    for size in (4 << 20, 25 << 20, 100 << 20):
+        add(
+            f"buckets of {size >> 20} MiB and more",
+            f"DistributedDataParallel(model, bucket_cap_mb={size >> 20}), or bucket_bytes={size} of ddp_hook and GradientReducer",
+            bucketed(size),
+        )
+    add("no straggler", "", lambda model: run(evened(model)), "all ranks do what the median one does")
+    sync = [move for model in found for move in model.moves if move.purpose == SYNC]
+    among = max((len(move.ranks) for move in sync), default=1)
+    if among > 2:
+        add(
+            "gradients summed in the network",
+            "penstock plan cluster.yaml -o deployment.yaml, then PENSTOCK_DEPLOYMENT=deployment.yaml",
+            smaller(lambda move: 1 / _times(move) if move.purpose == SYNC else 1.0),
+            f"{told}; a rank sends each byte once instead of {2 * (among - 1) / among:.2f} times",
+        )
+    link, flow = network.link_bytes_s, network.flow_bytes_s
+    if network.backend == "gloo" and 0 < rate < SHARE * link:
+        add(
+            "the penstock backend",
+            "init_process_group('penstock')",
+            faster(SHARE * link / rate),
+            f"{told}, of a link of {_rate(link)}, of which penstock uses {SHARE:.0%}",
+        )
+    elif 0 < flow * network.streams < link and 0 < rate <= 1.1 * flow * network.streams:
+        wanted = -(-link // flow)
+        add(
+            f"{wanted:.0f} streams",
+            f"PENSTOCK_STREAMS={wanted:.0f}",
+            faster(link / (flow * network.streams)),
+            f"{told}; {network.streams} flows of {_rate(flow)} on a link of {_rate(link)}",
+        )
+    return sorted(made, key=lambda each: each.after_ns)
+
+
+def _times(move: Move) -> float:
+    """How often a rank sends each byte of an all-reduce without help."""
+    among = len(move.ranks)
+    return 2 * (among - 1) / among
+
+
+def _factor(model: Model) -> float:
+    """Bytes on the wire for one of a bucket."""
+    return max((_times(move) for move in model.moves if move.purpose == SYNC), default=1.0)
+
+
+def _rate(bytes_s: float) -> str:
+    return f"{8 * bytes_s / 1e6:.0f} Mbit/s" if bytes_s < 125e6 else f"{8 * bytes_s / 1e9:.2f} Gbit/s"

@@ -1,0 +1,313 @@
+"""A sampled step as a model that can be run again with another network: what would it take with twice the link?
+
+The model keeps what the training threads did and in which order: computing, issues of operations, and waits for them. What
+changes is how long operations take. That is the idea of Daydream (Zhu et al., USENIX ATC 2020), here with one wire for all
+collectives, which carries them one after the other in the order in which they are ready: a work-conserving wire ends the last of
+several at the same time in any order, and the last is what a step waits for. An operation takes ``latency + bytes x per_byte``,
+fitted to the sample.
+
+What the model does not know: computing that becomes slower while bytes move (few cores), and operations of earlier steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from penstock.profiling.breakdown import OTHER, PURPOSES
+from penstock.profiling.clocks import Clock, clocks
+from penstock.profiling.divide import flight, standing
+from penstock.profiling.intervals import Piece, union
+from penstock.profiling.matching import Kind, Meeting, by_rank, kind, meetings
+from penstock.profiling.phases import marked_waits
+from penstock.profiling.record import Operation, Record, Sample, Step
+from penstock.profiling.turns import turns
+
+__all__ = ["Act", "Model", "Move", "Wire", "models", "run", "wire_bytes"]
+
+
+class Move(NamedTuple):
+    """An operation."""
+
+    ranks: tuple[int, ...]
+    bytes: float
+    """That a rank's link carries in one direction."""
+    purpose: str
+    lane: tuple[int, ...]
+    """Moves of one lane take turns: ``()`` for all collectives, the two ranks for sends."""
+    operation: str
+    group: str
+
+
+class Act(NamedTuple):
+    """A rank computes, then issues or awaits a move, or, at its end, does neither."""
+
+    compute_ns: float
+    move: int | None
+    is_issue: bool
+
+
+class Wire(NamedTuple):
+    """How long a move takes."""
+
+    latency_ns: float
+    per_byte_ns: float
+    error: float
+    """Mean distance of the fit from the moves of the sample, as a part of their time."""
+
+    def takes(self, move: Move) -> float:
+        return self.latency_ns + move.bytes * self.per_byte_ns
+
+
+@dataclass(frozen=True)
+class Model:
+    """One step of all ranks."""
+
+    step: int
+    starts_ns: Mapping[int, float]
+    """By rank, on one clock."""
+    acts: Mapping[int, tuple[Act, ...]]
+    """By rank, in order."""
+    moves: tuple[Move, ...]
+    wire: Wire
+    measured_ns: float
+    """The step's length, mean over the ranks."""
+
+
+def wire_bytes(operation: Operation, ranks: int) -> float:
+    """What a rank's link carries of an operation in one direction, in the usual bandwidth-optimal algorithms (nccl-tests,
+    PERFORMANCE.md)."""
+    name = operation.name.rpartition(":")[2].lower().replace("_", "")
+    among = max(ranks, 1)
+    if name.startswith("allreduce"):
+        return operation.bytes * 2 * (among - 1) / among
+    if name.startswith("allgather"):
+        return operation.bytes * (among - 1)
+    if name.startswith(("reducescatter", "alltoall")):
+        return operation.bytes * (among - 1) / among
+    return float(operation.bytes)
+
+
+def models(records: Sequence[Record]) -> list[Model]:
+    """A model of every sampled step that all ranks have, and in which every operation has its partners. O(n log n)."""
+    ranks, _ = by_rank(records)
+    if not ranks:
+        return []
+    met = meetings(ranks)
+    clock_of, _ = clocks(ranks, met)
+    judged = turns(ranks, met, clock_of)
+    by_step: dict[int, list[Meeting]] = {}
+    for meeting in met:
+        by_step.setdefault(meeting.step, []).append(meeting)
+    samples = [{sample.step: sample for sample in record.samples} for record in ranks]
+    steps = [{step.number: step for step in record.steps} for record in ranks]
+    found = []
+    seen = [set(each) for each in samples] + [set(each) for each in steps]
+    for number in sorted(set.intersection(*seen)):
+        here = by_step.get(number, [])
+        if not here or not all(meeting.is_whole for meeting in here):
+            continue
+        moves, move_of = _moves(here)
+        acts, starts, lengths = {}, {}, []
+        for record, own_samples, own_steps in zip(ranks, samples, steps, strict=True):
+            rank, step = record.header.rank, own_steps[number]
+            clock = clock_of[record.header.host]
+            courses = judged.courses.get(rank, {}).get(number, [])
+            waits = marked_waits(step)
+            still = standing(step, own_samples[number], waits, flight(courses, step.start_ns, step.end_ns))
+            acts[rank] = _acts(step, own_samples[number], waits, still, move_of.get(rank, {}))
+            starts[rank] = clock.on_first(step.start_ns)
+            lengths.append(step.end_ns - step.start_ns)
+        wire = _fit(moves, here, {record.header.rank: clock_of[record.header.host] for record in ranks})
+        if wire is not None:
+            found.append(Model(number, starts, acts, moves, wire, statistics.fmean(lengths)))
+    return found
+
+
+def run(model: Model, takes: Callable[[Move], float] | None = None) -> float:
+    """How long the step takes, mean over the ranks, in ns. O(acts x log).
+
+    Args:
+        takes: how long a move is on the wire, in ns; the model's own wire by default.
+    """
+    takes = takes or model.wire.takes
+    now = dict(model.starts_ns)
+    at = dict.fromkeys(model.acts, 0)
+    issued: list[dict[int, float]] = [{} for _ in model.moves]
+    ends: list[float | None] = [None] * len(model.moves)
+    free: dict[tuple[int, ...], float] = {}
+    while True:
+        for rank, acts in model.acts.items():
+            while at[rank] < len(acts):
+                act = acts[at[rank]]
+                if act.move is not None and not act.is_issue and ends[act.move] is None:
+                    break
+                now[rank] += act.compute_ns
+                if act.move is not None and act.is_issue:
+                    issued[act.move][rank] = now[rank]
+                elif act.move is not None:
+                    now[rank] = max(now[rank], ends[act.move] or 0.0)
+                at[rank] += 1
+        # All stand still: nothing is issued before the first of what is ready has ended, so that one is the next.
+        ready = [
+            (max(issued[number].values()), number)
+            for number, move in enumerate(model.moves)
+            if ends[number] is None and len(issued[number]) == len(move.ranks)
+        ]
+        if not ready:
+            break
+        when, number = min(ready)
+        move = model.moves[number]
+        ends[number] = free[move.lane] = max(when, free.get(move.lane, when)) + takes(move)
+    return statistics.fmean(now[rank] - start for rank, start in model.starts_ns.items())
+
+
+def _moves(met: Iterable[Meeting]) -> tuple[tuple[Move, ...], dict[int, dict[int, int]]]:
+    """The moves of a step, and by rank for each of its operations (by identity) which one it is."""
+    moves: list[Move] = []
+    move_of: dict[int, dict[int, int]] = {}
+    for meeting in met:
+        ranks = tuple(rank for rank, _ in meeting.parts)
+        operation = meeting.parts[0][1]
+        purpose = next((one.purpose for _, one in meeting.parts if one.purpose in PURPOSES), OTHER)
+        nbytes = max(wire_bytes(one, len(ranks)) for _, one in meeting.parts)
+        lane = tuple(sorted(ranks)) if meeting.kind is Kind.SEND else ()
+        for rank, one in meeting.parts:
+            move_of.setdefault(rank, {})[id(one)] = len(moves)
+        moves.append(Move(ranks, nbytes, purpose, lane, operation.name, operation.group))
+    return tuple(moves), move_of
+
+
+def _acts(
+    step: Step,
+    sample: Sample,
+    waits: Sequence[Piece[tuple[str, str]]],
+    still: Sequence[Piece[None]],
+    move_of: Mapping[int, int],
+) -> tuple[Act, ...]:
+    """What the training thread did. A wait for something that is no operation of the sample counts as computing."""
+    operations = sorted(sample.operations, key=lambda one: one.issued_ns)
+    waiting: list[tuple[int, int, str, str]] = [(start, end, *key) for start, end, key in waits]
+    waiting += [(start, end, "", "") for start, end, _ in still]
+    # What happens on the thread: (moment, its own duration on the thread, what).
+    events: list[tuple[int, int, int, bool]] = []
+    stood = union((start, end, None) for start, end, _, _ in waiting)
+    for one in operations:
+        inside = [start for start, end, _ in stood if start < one.issued_ns <= end]
+        at = min(max(inside[0] if inside else one.issued_ns, step.start_ns), step.end_ns)
+        events.append((at, at, move_of[id(one)], True))
+    for start, end, name, group in sorted(waiting):
+        ended = [one for one in operations if start < one.ended_ns <= end + SLACK_NS and one.issued_ns < end]
+        named = [one for one in ended if kind(one.name) is kind(name) and one.group == group] if name else []
+        last = max(named or ended, key=lambda one: one.ended_ns, default=None)
+        if last is not None:
+            events.append((start, min(last.ended_ns, end), move_of[id(last)], False))
+    events.sort(key=lambda event: (event[0], not event[3]))
+    acts: list[Act] = []
+    until = step.start_ns
+    for start, end, move, is_issue in events:
+        acts.append(Act(max(0, start - until), move, is_issue))
+        until = max(until, end)
+    acts.append(Act(max(0, step.end_ns - until), None, False))
+    return tuple(acts)
+
+
+def _fit(moves: Sequence[Move], met: Sequence[Meeting], clock: Mapping[int, Clock]) -> Wire | None:
+    """Latency and time per byte of moves that took turns. Distances are relative, so that small moves count. Where all moves are
+    of one size the two cannot be told apart, and all counts as time per byte."""
+    spans: dict[tuple[int, ...], list[tuple[float, float, Move]]] = {}
+    for move, meeting in zip(moves, met, strict=True):
+        ready = max(clock[rank].on_first(one.issued_ns) for rank, one in meeting.parts)
+        ended = statistics.fmean(clock[rank].on_first(one.ended_ns) for rank, one in meeting.parts)
+        spans.setdefault(move.lane, []).append((ended, ready, move))
+    points: list[tuple[float, float]] = []
+    for lane in spans.values():
+        free = float("-inf")
+        for end, start, move in sorted(lane, key=lambda span: span[0]):
+            points.append((move.bytes, max(end - max(start, free), 1.0)))
+            free = end
+    if not points:
+        return None
+    # min sum ((a + b x - t) / t)^2, a and b not below 0.
+    weights = [(1 / t, x / t) for x, t in points]
+    aa, ab, bb = (sum(u * v for u, v in pairs) for pairs in _squares(weights))
+    a1, b1 = sum(u for u, _ in weights), sum(v for _, v in weights)
+    determinant = aa * bb - ab * ab
+    latency: float = 0.0
+    per_byte: float = b1 / bb if bb else 0.0
+    if determinant > 1e-9 * aa * bb:
+        latency, per_byte = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
+        if per_byte < 0:
+            latency, per_byte = a1 / aa, 0.0
+        elif latency < 0:
+            latency, per_byte = 0.0, b1 / bb
+    elif not bb:
+        latency = a1 / aa
+    error = statistics.fmean(abs(latency + per_byte * x - t) / t for x, t in points)
+    return Wire(latency, per_byte, error)
+
+
+def _squares(weights: Sequence[tuple[float, float]]) -> Iterable[list[tuple[float, float]]]:
+    yield [(u, u) for u, _ in weights]
+    yield [(u, v) for u, v in weights]
+    yield [(v, v) for _, v in weights]
+
+
+def merged(model: Model, least_bytes: float, purpose: str = "data-parallel sync") -> Model:
+    """With buckets of so many bytes on the wire: moves of a purpose and group that follow each other are one, which is issued
+    with its last part; whoever waits for a part waits for it."""
+    into: dict[int, int] = {}
+    moves: list[Move] = []
+    open_at: dict[tuple[str, tuple[int, ...]], int] = {}
+    order: dict[int, int] = {}
+    for rank in sorted(model.acts):
+        for act in model.acts[rank]:
+            if act.is_issue and act.move is not None:
+                order.setdefault(act.move, len(order))
+    for number in sorted(order, key=lambda each: order[each]):
+        move = model.moves[number]
+        key = (move.group, move.ranks)
+        at = open_at.get(key)
+        if move.purpose == purpose and at is not None and moves[at].bytes < least_bytes:
+            moves[at] = moves[at]._replace(bytes=moves[at].bytes + move.bytes)
+        else:
+            at = len(moves)
+            moves.append(move)
+            if move.purpose == purpose:
+                open_at[key] = at
+        into[number] = at
+    last = {at: number for number, at in into.items()}
+    acts = {}
+    for rank, own in model.acts.items():
+        made: list[Act] = []
+        carried = 0.0
+        for act in own:
+            if act.move is not None and act.is_issue and last[into[act.move]] != act.move:
+                carried += act.compute_ns
+                continue
+            target = None if act.move is None else into[act.move]
+            made.append(Act(act.compute_ns + carried, target, act.is_issue))
+            carried = 0.0
+        acts[rank] = tuple(made)
+    return replace(model, moves=tuple(moves), acts=acts)
+
+
+def evened(model: Model) -> Model:
+    """Without stragglers: all ranks begin together and, where they issue the same, do what the median rank does (of two: the
+    faster); else each rank computes as long as that one."""
+    total = {rank: sum(act.compute_ns for act in own) for rank, own in model.acts.items()}
+    aim = statistics.median_low(total.values())
+    middle = next(rank for rank in total if total[rank] == aim)
+    orders = {tuple(act.move for act in own if act.is_issue) for own in model.acts.values()}
+    acts: dict[int, tuple[Act, ...]] = {}
+    for rank, own in model.acts.items():
+        share = aim / total[rank] if total[rank] else 1.0
+        scaled = tuple(act._replace(compute_ns=act.compute_ns * share) for act in own)
+        acts[rank] = model.acts[middle] if len(orders) == 1 else scaled
+    return replace(model, acts=acts, starts_ns=dict.fromkeys(model.starts_ns, 0.0))
+
+
+SLACK_NS = 200_000
+"""A wait may end so long before its operation's end was noted."""

@@ -1,0 +1,201 @@
+"""What a step would take with another network, against worlds whose rules are known."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+
+from penstock.profiling.predict import Network, predict
+from penstock.profiling.record import Header, Operation, Record, Sample, Span, Step, Wait
+from penstock.profiling.replay import Move, evened, merged, models, run
+
+
+@dataclass(frozen=True)
+class World:
+    """Data parallel training: a forward pass, a backward pass that issues a bucket after each layer, and waits for all."""
+
+    forward_ns: tuple[int, ...]
+    """By rank."""
+    layers: tuple[tuple[int, int], ...]
+    """Computing in ns, bytes of the bucket."""
+    latency_ns: int
+    per_byte_ns: float
+    blocking: bool = False
+    """Each all-reduce is waited for where it is issued."""
+
+    def step_ns(self) -> float:
+        return sum(end - start for start, end in self._played()[0]) / len(self.forward_ns)
+
+    def records(self) -> list[Record]:
+        steps, operations, waits = self._played()
+        records = []
+        for rank, (start, end) in enumerate(steps):
+            spans = [
+                Span("forward", start, start + self.forward_ns[rank]),
+                Span("backward", start + self.forward_ns[rank], end - 1000),
+                Span("optimizer", end - 1000, end),
+            ]
+            header = Header(rank, len(steps), "host", rank, 0, 10**18)
+            # Two steps to warm up.
+            early = [Step(number, number, number + 1) for number in range(2)]
+            step = Step(2, start, end, tuple(spans), tuple(waits[rank]))
+            records.append(Record(header, [*early, step], [Sample(2, (), tuple(operations[rank]))]))
+        return records
+
+    def _played(self) -> tuple[list[tuple[int, int]], list[list[Operation]], list[list[Wait]]]:
+        ranks = range(len(self.forward_ns))
+        now = [1000 + forward for forward in self.forward_ns]
+        issued: list[list[int]] = []
+        ended: list[int] = []
+        waits: list[list[Wait]] = [[] for _ in ranks]
+        free = 0
+        for compute, nbytes in self.layers:
+            now = [each + compute for each in now]
+            issued.append(list(now))
+            takes = round(self.latency_ns + 2 * (len(now) - 1) / len(now) * nbytes * self.per_byte_ns)
+            free = max(free, *now) + takes
+            ended.append(free)
+            if self.blocking:
+                for rank in ranks:
+                    waits[rank].append(Wait(now[rank], free, "all_reduce", "world"))
+                    now[rank] = free
+        for end in ended:
+            for rank in ranks:
+                if end > now[rank]:
+                    waits[rank].append(Wait(now[rank], end, "all_reduce", "world"))
+                    now[rank] = end
+        operations = [
+            [
+                Operation(
+                    "all_reduce", "world", n, issued[n][rank], ended[n], self.layers[n][1], len(now), None, PURPOSE
+                )
+                for n in range(len(self.layers))
+            ]
+            for rank in ranks
+        ]
+        return [(1000, each + 1000) for each in now], operations, waits
+
+
+def drawn(seed: int) -> World:
+    random_ = random.Random(f"world {seed}")
+    layers = [(random_.randrange(10**5, 10**7), random_.randrange(10**3, 10**7)) for _ in range(random_.randint(2, 12))]
+    return World(
+        tuple(random_.randrange(10**6, 2 * 10**7) for _ in range(random_.randint(2, 5))),
+        tuple(layers),
+        random_.randrange(0, 10**6),
+        random_.choice([0.05, 1.0, 8.0]),
+        random_.random() < 0.3,
+    )
+
+
+def predicted(world: World, latency_times: float, rate_times: float) -> float:
+    [model] = models(world.records())
+    latency, per_byte = model.wire.latency_ns * latency_times, model.wire.per_byte_ns / rate_times
+
+    def takes(move: Move) -> float:
+        return latency + move.bytes * per_byte
+
+    return run(model, takes) / run(model) * model.measured_ns
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_another_link_takes_what_the_model_says(seed: int) -> None:
+    """Twice, half and ten times the rate, and no latency: exact where the world keeps the model's rules."""
+    world = drawn(seed)
+    print(world)
+    for factor in (2, 0.5, 10):
+        told = predicted(world, 1, factor)
+        assert told == pytest.approx(replace(world, per_byte_ns=world.per_byte_ns / factor).step_ns(), rel=2e-3)
+    told = predicted(world, 0, 1)
+    assert told == pytest.approx(replace(world, latency_ns=0).step_ns(), rel=2e-3)
+
+
+@pytest.mark.parametrize("seed", range(60, 90))
+def test_larger_buckets(seed: int) -> None:
+    """Merged as DDP would: a bucket is full when it has so many bytes, and leaves with its last gradient."""
+    world = replace(drawn(seed), blocking=False)
+    print(world)
+    least = 4_000_000
+    layers: list[tuple[int, int]] = []
+    compute = nbytes = 0
+    for at, (each, more) in enumerate(world.layers):
+        compute, nbytes = compute + each, nbytes + more
+        if nbytes >= least or at + 1 == len(world.layers):
+            layers.append((compute, nbytes))
+            compute = nbytes = 0
+    ranks = len(world.forward_ns)
+    [model] = models(world.records())
+    told = run(merged(model, least * 2 * (ranks - 1) / ranks))
+    assert told == pytest.approx(replace(world, layers=tuple(layers)).step_ns(), rel=2e-3)
+
+
+def test_without_a_straggler_all_take_what_the_median_takes() -> None:
+    world = World((5_000_000, 5_000_000, 25_000_000), ((10**6, 10**6),) * 4, 10_000, 1.0)
+    [model] = models(world.records())
+    even = replace(world, forward_ns=(5_000_000,) * 3)
+    assert run(evened(model)) == pytest.approx(even.step_ns(), rel=1e-2)
+    assert run(model) == pytest.approx(world.step_ns(), rel=1e-3)
+
+
+def test_a_step_with_an_operation_that_one_rank_lacks_is_left_out() -> None:
+    records = World((10**6, 10**6), ((10**6, 10**6),), 0, 1.0).records()
+    records[1].samples[0] = replace(records[1].samples[0], operations=())
+    assert models(records) == []
+
+
+def test_sends_of_different_pairs_do_not_take_turns() -> None:
+    """A pipeline: 0 sends to 1 while 2 sends to 3, and each pair has its own wire."""
+    records = []
+    for rank in range(4):
+        peer, is_send = rank ^ 1, rank % 2 == 0
+        operation = Operation("send" if is_send else "recv", "world", 0, 1000, 5_001_000, 5_000_000, 4, peer)
+        wait = Wait(1000, 5_001_000, operation.name, "world")
+        steps = [Step(0, 0, 1), Step(1, 1, 2), Step(2, 1000, 6_001_000, (), (wait,))]
+        records.append(Record(Header(rank, 4, "host", rank, 0, 10**18), steps, [Sample(2, (), (operation,))]))
+    [model] = models(records)
+    assert run(model) == pytest.approx(6_000_000, rel=1e-3)
+    assert run(model, lambda move: model.wire.takes(move) / 2) == pytest.approx(3_500_000, rel=1e-3)
+
+
+def test_predictions_are_what_the_changed_world_does() -> None:
+    """Each change by itself, the best first, with the setting that makes it."""
+    world = World((5_000_000,) * 4, (*((2_000_000, 1_000_000),) * 5, (2_000_000, 500_000)), 400_000, 8.0)
+    network = Network(link_bytes_s=5e8, flow_bytes_s=125e6 / 4, streams=4, backend="penstock")
+    told = {each.change: each for each in predict(world.records(), network)}
+    half = replace(world, layers=tuple((compute, nbytes // 2) for compute, nbytes in world.layers))
+    expected = {
+        "twice the link": replace(world, per_byte_ns=4.0),
+        "gradients as float16 on the wire": half,
+        "gradients summed in the network": replace(world, per_byte_ns=8.0 / 1.5),
+        "buckets of 4 MiB and more": replace(world, layers=((10_000_000, 5_000_000), (2_000_000, 500_000))),
+        "16 streams": replace(world, per_byte_ns=2.0),
+        "no straggler": world,
+    }
+    for change, changed in expected.items():
+        assert told[change].after_ns == pytest.approx(changed.step_ns(), rel=5e-3), change
+        assert told[change].before_ns == pytest.approx(world.step_ns(), rel=1e-6)
+        assert told[change].error < 0.01
+    assert next(iter(told)) == "16 streams" and told["16 streams"].how == "PENSTOCK_STREAMS=16"
+    assert "1.00 Gbit/s on the wire, 400 us an operation" in told["twice the link"].because
+
+
+def test_gloo_is_told_what_penstock_would_take() -> None:
+    """Where it leaves most of the link unused, and only there."""
+    world = World((5_000_000,) * 2, ((2_000_000, 1_000_000),) * 6, 0, 40.0)
+    slow = predict(world.records(), Network(link_bytes_s=125e6, backend="gloo"))
+    [told] = [each for each in slow if each.change == "the penstock backend"]
+    assert told.after_ns == pytest.approx(replace(world, per_byte_ns=8.0 / 0.95).step_ns(), rel=5e-3)
+    full = predict(world.records(), Network(link_bytes_s=25e6, backend="gloo"))
+    assert "the penstock backend" not in [each.change for each in full]
+
+
+def test_nothing_is_predicted_without_samples() -> None:
+    records = World((10**6,) * 2, ((10**6, 10**6),), 0, 1.0).records()
+    for record in records:
+        record.samples.clear()
+    assert predict(records) == [] and predict([]) == []
+
+
+PURPOSE = "data-parallel sync"
