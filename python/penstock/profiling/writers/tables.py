@@ -1,0 +1,154 @@
+"""A breakdown as CSV, for spreadsheets, and as JSON, from which it can be read again."""
+
+from __future__ import annotations
+
+import csv as library
+import dataclasses
+import json as encoder
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import Config
+from penstock.profiling.breakdown import PHASES, PURPOSES, Breakdown, Moving, Share
+from penstock.profiling.writers.whole import whole
+
+__all__ = ["csv", "from_json", "json"]
+
+FORMAT = "penstock-breakdown/1"
+
+COLUMNS = (
+    "rank",
+    "steps",
+    "sampled_steps",
+    "what",
+    "kind",
+    "exposed",
+    "ns_per_step",
+    "share_of_step",
+    "bytes_per_step",
+    "operations_per_step",
+    "waited_for",
+)
+"""docs/reference/profile.md says what they hold."""
+
+
+def csv(breakdown: Breakdown, path: Path) -> None:
+    """Write a row for each part of each rank's mean step. Rows with ``exposed`` 1 sum to the step.
+
+    Raises:
+        Config: the file cannot be written.
+    """
+    with whole(path) as file:
+        writer = library.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for share in breakdown.shares:
+            for row in _rows(share):
+                writer.writerow((share.rank, share.steps, share.sampled, *row))
+
+
+def json(breakdown: Breakdown, path: Path) -> None:
+    """Write a breakdown so that `from_json` gives the same.
+
+    Raises:
+        Config: the file cannot be written.
+    """
+    content = {
+        "format": FORMAT,
+        "unit": "nanoseconds of a mean step",
+        "shares": [dataclasses.asdict(share) for share in breakdown.shares],
+        "offsets_ns": {host: list(offset) for host, offset in breakdown.offsets_ns.items()},
+        "problems": list(breakdown.problems),
+    }
+    with whole(path) as file:
+        encoder.dump(content, file, indent=1, allow_nan=False)
+        file.write("\n")
+
+
+def from_json(path: Path) -> Breakdown:
+    """The breakdown of a file that `json` wrote.
+
+    Raises:
+        Config: the file cannot be read, is none of ours, is of another version, or makes no sense.
+    """
+    try:
+        given = encoder.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Config(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise Config(f"{path} is no breakdown of penstock: it is no JSON, or it is cut off") from error
+    found = given.get("format") if isinstance(given, dict) else None
+    if not isinstance(found, str) or not found.startswith("penstock-breakdown/"):
+        raise Config(f"{path} is no breakdown of penstock: it does not say so")
+    if found != FORMAT:
+        raise Config(
+            f"{path} is a {found}, and this is the reader of {FORMAT}: read it with the penstock that wrote it"
+        )
+    try:
+        return Breakdown(
+            tuple(_share(each) for each in given["shares"]),
+            {str(host): (_number(add), _number(wrong)) for host, (add, wrong) in given["offsets_ns"].items()},
+            tuple(str(problem) for problem in given["problems"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Config(
+            f"{path} makes no sense as a breakdown ({error}): write it anew with `penstock profile --read`"
+        ) from error
+
+
+def _rows(share: Share) -> Iterator[tuple[object, ...]]:
+    def row(what: str, kind: str, exposed: int, ns: float, *rest: object) -> tuple[object, ...]:
+        part = ns / share.step_ns if share.step_ns else 0.0
+        return what, kind, exposed, _plain(ns), _plain(part), *(*rest, "", "", "")[:3]
+
+    yield row("step", "step", 0, share.step_ns)
+    for phase in PHASES:
+        if phase in share.work:
+            yield row(phase, "work", 1, share.work[phase])
+    for purpose in PURPOSES:
+        moving = share.communication.get(purpose)
+        if moving is None:
+            continue
+        yield row(purpose, "wire", 1, moving.exposed_wire_ns, _plain(moving.bytes), _plain(moving.operations))
+        yield row(purpose, "wait", 1, moving.exposed_wait_ns)
+        yield row(purpose, "wire", 0, moving.hidden_wire_ns)
+        yield row(purpose, "wait", 0, moving.hidden_wait_ns)
+        for last, ns in moving.waited_for.items():
+            yield row(purpose, "waited for", 0, ns, "", "", last)
+
+
+def _plain(value: float) -> str:
+    """Without an exponent, which some spreadsheets take for text."""
+    return f"{value:.6f}".rstrip("0").rstrip(".")
+
+
+def _share(given: dict[str, Any]) -> Share:
+    return Share(
+        _count(given["rank"]),
+        _count(given["steps"]),
+        _count(given["sampled"]),
+        _number(given["step_ns"]),
+        {str(phase): _number(ns) for phase, ns in given["work"].items()},
+        {str(purpose): _moving(each) for purpose, each in given["communication"].items()},
+    )
+
+
+def _moving(given: dict[str, Any]) -> Moving:
+    numbers = {
+        field.name: _number(given[field.name]) for field in dataclasses.fields(Moving) if field.name != "waited_for"
+    }
+    # Keys of JSON objects are texts.
+    return Moving(**numbers, waited_for={int(rank): _number(ns) for rank, ns in given["waited_for"].items()})
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no number")
+    return value
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value

@@ -1,0 +1,150 @@
+"""Records that tests make, of jobs whose times are known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.profiling.breakdown import PHASES
+from penstock.profiling.intervals import union
+from penstock.profiling.record import Header, Operation, Record, Sample, Span, Step, Wait
+
+
+def header(rank: int, world: int, host: str = "a", start_ns: int = 0, wall_ns: int = 0) -> Header:
+    return Header(rank, world, host, 1000 + rank, start_ns, wall_ns)
+
+
+def shifted(record: Record, by_ns: int) -> Record:
+    """The record that the same rank makes on a host whose monotonic clock shows so much more."""
+    return Record(
+        replace(record.header, start_ns=record.header.start_ns + by_ns),
+        [_step(step, by_ns) for step in record.steps],
+        [_sample(sample, by_ns) for sample in record.samples],
+        [replace(each, time_ns=each.time_ns + by_ns) for each in record.readings],
+        [replace(each, time_ns=each.time_ns + by_ns) for each in record.events],
+    )
+
+
+def _step(step: Step, by_ns: int) -> Step:
+    return replace(
+        step,
+        start_ns=step.start_ns + by_ns,
+        end_ns=step.end_ns + by_ns,
+        spans=tuple(Span(each.phase, each.start_ns + by_ns, each.end_ns + by_ns) for each in step.spans),
+        waits=tuple(
+            Wait(each.start_ns + by_ns, each.end_ns + by_ns, each.operation, each.group) for each in step.waits
+        ),
+    )
+
+
+def _sample(sample: Sample, by_ns: int) -> Sample:
+    return replace(
+        sample,
+        busy=tuple((start + by_ns, end + by_ns) for start, end in sample.busy),
+        operations=tuple(
+            replace(each, issued_ns=each.issued_ns + by_ns, ended_ns=each.ended_ns + by_ns)
+            for each in sample.operations
+        ),
+    )
+
+
+def data_parallel(
+    world: int = 2,
+    steps: int = 12,
+    sampled: Sequence[int] = (3, 6, 9),
+    *,
+    hosts: Sequence[str] = ("a",),
+    loading_ns: int = 5_000_000,
+    forward_ns: int = 20_000_000,
+    backward_ns: int = 40_000_000,
+    optimizer_ns: int = 3_000_000,
+    wire_ns: int = 10_000_000,
+    late_ns: dict[int, int] | None = None,
+    buckets: int = 3,
+    bucket_bytes: int = 25_000_000,
+) -> list[Record]:
+    """DDP on ``world`` ranks, all in step: buckets are issued evenly over the backward pass, the last at its end, and go over
+    a wire that takes one at a time, each for ``wire_ns`` from when all have issued it and the one before is done. Ranks of
+    ``late_ns`` compute so much longer in the forward pass.
+
+    Each rank's means are then: loading, forward (and its delay), backward and optimizer as given; exposed is from the end of the
+    backward's operators to the end of the last bucket.
+    """
+    late = late_ns or {}
+    records = [Record(header(rank, world, hosts[rank % len(hosts)])) for rank in range(world)]
+    now = [1_000_000] * world
+    for number in range(steps):
+        begun = list(now)
+        forward = [begun[rank] + loading_ns for rank in range(world)]
+        backward = [forward[rank] + forward_ns + late.get(rank, 0) for rank in range(world)]
+        issued = [
+            [backward[rank] + backward_ns * (at + 1) // buckets for at in range(buckets)] for rank in range(world)
+        ]
+        ended = []
+        free = 0
+        for at in range(buckets):
+            free = max(free, *(issued[rank][at] for rank in range(world))) + wire_ns
+            ended.append(free)
+        for rank in range(world):
+            done = ended[-1] + optimizer_ns
+            spans = (
+                Span("loading", begun[rank], forward[rank]),
+                # What is between the call and the backward pass, the loss, is forward.
+                Span("forward", forward[rank], backward[rank] - forward_ns // 10),
+                Span("backward", backward[rank], ended[-1]),
+                Span("optimizer", ended[-1], done),
+            )
+            records[rank].steps.append(Step(number, begun[rank], done, spans, thread_ns=done - begun[rank]))
+            if number in sampled:
+                operations = tuple(
+                    Operation(
+                        "all_reduce",
+                        "0",
+                        at,
+                        issued[rank][at],
+                        ended[at],
+                        bucket_bytes,
+                        world,
+                        None,
+                        "data-parallel sync",
+                    )
+                    for at in range(buckets)
+                )
+                busy = (
+                    (forward[rank], backward[rank] - 1000),
+                    (backward[rank], backward[rank] + backward_ns),
+                    (ended[-1], done),
+                )
+                records[rank].samples.append(Sample(number, busy, operations))
+            now[rank] = done
+    return records
+
+
+def wild(seed: int, most: int | None = None) -> list[Record]:
+    """Records that `record.read` would let pass and no recorder writes, with times up to ``most``."""
+    draw = random.Random(seed)
+    most = most or draw.choice([30, 10**9, (1 << 63) - 1])
+
+    def interval() -> tuple[int, int]:
+        first, second = sorted(draw.choice([0, most, draw.randrange(most), draw.randrange(30)]) for _ in range(2))
+        return first, second
+
+    def operation() -> Operation:
+        name = draw.choice(["all_reduce", "send", "recv", "isend", "broadcast", "all_to_all", "", "\x00"])
+        ranks, peer = draw.choice([0, 1, 2, most]), draw.choice([None, 0, 1, 1 << 40])
+        purpose = draw.choice(["", "tensor", "dance"])
+        return Operation(name, draw.choice("ab"), draw.randrange(3), *interval(), most, ranks, peer, purpose)
+
+    records = []
+    for rank in range(draw.randrange(1, 4)):
+        record = Record(header(draw.choice([rank, 0]), 5, draw.choice("ab"), *interval()))
+        for _ in range(draw.randrange(6)):
+            spans = tuple(Span(draw.choice([*PHASES, "x"]), *interval()) for _ in range(3))
+            waits = tuple(Wait(*interval(), draw.choice(["", "send"]), "a") for _ in range(2))
+            record.steps.append(Step(draw.randrange(6), *interval(), spans, waits))
+        for _ in range(draw.randrange(4)):
+            busy = tuple((a, b) for a, b, _ in union([(*interval(), None) for _ in range(3)]))
+            record.samples.append(Sample(draw.randrange(6), busy, tuple(operation() for _ in range(draw.randrange(5)))))
+        records.append(record)
+    return records

@@ -1,0 +1,564 @@
+"""The division of steps into work, exposed wire and exposed wait, on records whose times are known and against a slow oracle."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from penstock.profiling import divide as module
+from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Moving, Share
+from penstock.profiling.divide import divide
+from penstock.profiling.intervals import innermost, overlaps, union, without
+from penstock.profiling.phases import marked_waits, phases
+from penstock.profiling.record import Operation, Record, Sample, Span, Step, Wait
+from profiles import data_parallel, header, shifted, wild
+
+MS = 1_000_000
+SYNC = "data-parallel sync"
+
+
+def exposed(share: Share) -> float:
+    return sum(moving.exposed_ns for moving in share.communication.values())
+
+
+def sums_up(share: Share) -> bool:
+    return sum(share.work.values()) + exposed(share) == pytest.approx(share.step_ns, rel=1e-9)
+
+
+# ------------------------------------------------------------------------------------------------------- planted workloads
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+@pytest.mark.parametrize("sampled", [(3, 6, 9), tuple(range(12))])
+def test_every_category_of_a_planted_job_is_exact(world: int, sampled: tuple[int, ...]) -> None:
+    """DDP with known compute, bytes and wire: phases, exposed, hidden, bytes and operations are as planted, on every rank."""
+    breakdown = divide(data_parallel(world, sampled=sampled))
+    assert breakdown.problems == ()
+    for share in breakdown.shares:
+        assert share.work == pytest.approx(
+            {"loading": 5 * MS, "forward": 20 * MS, "backward": 40 * MS, "optimizer": 3 * MS}
+        )
+        # Two of three buckets are hidden in the backward pass; the last is exposed.
+        assert share.communication == {SYNC: Moving(10 * MS, 0, pytest.approx(20 * MS), 0, 75e6, 3)}
+        assert share.step_ns == 78 * MS and sums_up(share)
+        assert share.steps == 10 and share.sampled == len([number for number in sampled if number >= 2])
+
+
+def test_a_late_rank_is_waited_for_and_named() -> None:
+    """Rank 1 of three computes 7 ms longer: the others wait for it, exposed in the end and hidden before; it never waits."""
+    breakdown = divide(data_parallel(3, late_ns={1: 7 * MS}))
+    for share in breakdown.shares:
+        moving = share.communication[SYNC]
+        assert sums_up(share)
+        if share.rank == 1:
+            assert share.work["forward"] == 27 * MS
+            assert moving == Moving(10 * MS, 0, pytest.approx(20 * MS), 0, 75e6, 3)
+        else:
+            assert share.work["forward"] == 20 * MS
+            # Buckets are issued at 38 1/3, 51 2/3 and 65 ms, on rank 1 7 ms later; no operators run after 65 ms. So the
+            # second bucket is on the wire for 3 2/3 ms more, and the third waits for what is left until 72 ms.
+            near = {"abs": 2}
+            assert moving.exposed_wire_ns == pytest.approx((10 + 11 / 3) * MS, **near)
+            assert moving.exposed_wait_ns == pytest.approx(10 / 3 * MS, **near)
+            assert moving.hidden_wire_ns == pytest.approx((10 + 19 / 3) * MS, **near)
+            assert moving.hidden_wait_ns == pytest.approx((7 + 10 / 3) * MS, **near)
+            assert moving.waited_for == {1: pytest.approx((7 + 20 / 3) * MS, **near)}
+
+
+def test_unsampled_steps_are_told_apart_as_the_sampled() -> None:
+    """One step is sampled, and DDP's wait in C++ is taken out of the backward passes of all; the sum holds."""
+    few, all_ = divide(data_parallel(2, sampled=(5,))), divide(data_parallel(2, sampled=range(12)))
+    assert [share.sampled for share in few.shares] == [1, 1]
+    for one, other in zip(few.shares, all_.shares, strict=True):
+        assert one.work == pytest.approx(other.work) and one.communication == other.communication and sums_up(one)
+
+
+def test_a_marked_wait_keeps_its_purpose_in_steps_without_a_sample() -> None:
+    """Waits by operation and group: those of unsampled steps are what the sampled ones with the same name were."""
+    records = []
+    for rank in range(2):
+        record = Record(header(rank, 2))
+        for number in range(6):
+            at = 1000 * MS * number
+            # Rank 1 issues the tensor-parallel sum 2 ms later; the barrier of the group "9" is in unsampled steps only.
+            begin = at + 10 * MS + 2 * MS * rank
+            waits = [Wait(begin, at + 20 * MS, "all_reduce", "7")]
+            if number == 4:
+                waits.append(Wait(at + 50 * MS, at + 56 * MS, "barrier", "9"))
+            record.steps.append(Step(number, at, at + 100 * MS, (Span("forward", at, at + 60 * MS),), tuple(waits)))
+            if number in (2, 5):
+                tensor = Operation("all_reduce", "7", 0, begin, at + 20 * MS, 10, 2, None, "tensor")
+                record.samples.append(Sample(number, ((at, begin),), (tensor,)))
+        records.append(record)
+    first, second = divide(records).shares
+    assert sums_up(first) and sums_up(second)
+    assert first.communication["tensor"] == Moving(8 * MS, 2 * MS, 0, 0, 10, 1, {1: 2 * MS})
+    assert second.communication["tensor"] == Moving(8 * MS, 0, 0, 0, 10, 1)
+    # The barrier, 6 ms in one of four steps, is of no known purpose and told apart as the rest is.
+    assert first.communication[OTHER].exposed_ns == pytest.approx(1.5 * MS)
+    assert first.communication[OTHER].exposed_wait_ns == pytest.approx(0.3 * MS)
+    assert first.work == pytest.approx({"forward": 48.5 * MS, OTHER: 40 * MS})
+
+
+def test_a_backward_pass_in_another_thread_is_not_taken_for_a_wait() -> None:
+    """CUDA: autograd runs in a thread of its own, so this one shows no operators in the whole pass, and only marks count."""
+    records = data_parallel(2)
+    for record in records:
+        record.samples = [replace(sample, busy=(sample.busy[0], sample.busy[2])) for sample in record.samples]
+    for share in divide(records).shares:
+        assert share.work["backward"] == 50 * MS and share.communication[SYNC].exposed_ns == 0 and sums_up(share)
+        assert share.communication[SYNC].hidden_wire_ns == pytest.approx(30 * MS)
+
+
+def test_a_pipeline_waits_in_recv_and_never_in_send() -> None:
+    """A receive waits until its send is issued; sends wait for nobody; pairs are matched in order, also isend with recv."""
+    first, second = Record(header(0, 2)), Record(header(1, 2))
+    for number in range(4):
+        at = 1000 * MS * number
+        sends = tuple(
+            Operation(
+                ("send", "isend")[k],
+                "pp",
+                0,
+                at + 10 * MS * (k + 1),
+                at + 10 * MS * (k + 1) + 3 * MS,
+                8,
+                2,
+                1,
+                "pipeline send",
+            )
+            for k in range(2)
+        )
+        receives = tuple(
+            Operation(
+                "recv", "pp", k, at + 5 * MS + 20 * MS * k, at + 13 * MS + 20 * MS * k, 8, 2, 0, "pipeline forward recv"
+            )
+            for k in range(2)
+        )
+        waits = tuple(Wait(each.issued_ns, each.ended_ns, "recv", "pp") for each in receives)
+        first.steps.append(Step(number, at, at + 50 * MS))
+        first.samples.append(Sample(number, (), sends))
+        second.steps.append(Step(number, at, at + 50 * MS, (), waits))
+        second.samples.append(Sample(number, (), receives))
+    sender, receiver = divide([first, second]).shares
+    assert sender.communication == {"pipeline send": Moving(0, 0, 6 * MS, 0, 16, 2)}
+    # The first: issued at 5, sent at 10, done at 13. The second was sent at 20, before it was asked for at 25.
+    assert receiver.communication == {"pipeline forward recv": Moving(11 * MS, 5 * MS, 0, 0, 16, 2, {0: 5 * MS})}
+    assert receiver.work == {OTHER: 34 * MS}
+
+
+def test_a_broadcast_waits_for_nobody_who_came_after_its_end() -> None:
+    """The root is not recorded: a rank that has its data before the last rank asks for them did not wait for that rank."""
+    records = [Record(header(rank, 3)) for rank in range(3)]
+    times = {0: (10, 20), 1: (5, 22), 2: (40, 45)}
+    for rank, (issued, ended) in times.items():
+        for number in range(3):
+            at = 100 * number
+            records[rank].steps.append(Step(number, at, at + 100))
+            operation = Operation("broadcast", "0", 0, at + issued, at + ended, 1, 3)
+            records[rank].samples.append(Sample(number, (), (operation,)))
+    shares = divide(records).shares
+    assert [share.communication[OTHER].hidden_wait_ns for share in shares] == [0, 5, 0]
+    assert [share.communication[OTHER].hidden_wire_ns for share in shares] == [10, 12, 5]
+    assert shares[1].communication[OTHER].waited_for == {0: 5}
+
+
+# ------------------------------------------------------------------------------------------------------------------ phases
+
+
+def timeline(step: Step) -> str:
+    """A letter a tick."""
+    letters = {
+        "forward": "f",
+        "backward": "b",
+        "evaluation": "e",
+        "loading": "l",
+        "optimizer": "o",
+        OTHER: ".",
+        "clip": "c",
+    }
+    return "".join(letters[phase] * (end - start) for start, end, phase in phases(step))
+
+
+def of_letters(*spans: tuple[str, int, int]) -> Step:
+    names = {
+        "f": "forward",
+        "b": "backward",
+        "e": "evaluation",
+        "l": "loading",
+        "o": "optimizer",
+        "c": "clip",
+        "x": "checkpoint",
+    }
+    return Step(0, 0, 20, tuple(Span(names[phase], start, end) for phase, start, end in spans))
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([("f", 2, 4), ("b", 6, 8), ("o", 9, 20)], "..ffffbb.ooooooooooo"),  # the loss is forward
+        ([("f", 2, 4), ("f", 5, 6), ("b", 8, 9)], "..ffffffb..........."),  # a criterion is a module, too
+        ([("f", 2, 4), ("l", 5, 6), ("b", 8, 9)], "..ff.l..b..........."),  # another mark lies between
+        ([("f", 2, 4), ("f", 5, 6), ("o", 8, 9)], "..ff.f..o..........."),  # no backward pass comes
+        ([("b", 0, 20), ("c", 5, 6)], "bbbbbcbbbbbbbbbbbbbb"),  # the innermost wins
+        ([("l", 0, 2), ("e", 3, 4), ("l", 5, 7), ("e", 7, 9), ("l", 10, 11)], "eeeeeeeeeee........."),  # a validation
+        (
+            [("l", 0, 2), ("e", 3, 4), ("l", 5, 7), ("f", 8, 9), ("b", 9, 20)],
+            "ee.e.ll.fbbbbbbbbbbb".replace("ee.e", "eeee"),
+        ),
+        ([("l", 0, 2), ("e", 3, 4), ("f", 5, 9), ("b", 9, 20)], "ll.e.ffffbbbbbbbbbbb"),  # a teacher without gradients
+        ([("l", 0, 1), ("l", 1, 2), ("f", 2, 3), ("b", 3, 20)], "llfbbbbbbbbbbbbbbbbb"),  # an epoch ends
+        ([("f", 5, 50)], ".....fffffffffffffff"),  # what is beyond the step is cut off
+        ([], "...................."),
+    ],
+)
+def test_marks_give_each_moment_a_phase(spans: list[tuple[str, int, int]], expected: str) -> None:
+    """The innermost mark, what belongs to no mark, the loss, and loading for evaluation."""
+    assert timeline(of_letters(*spans)) == expected
+
+
+def test_an_unknown_phase_is_other() -> None:
+    """A file of another tool may name what it likes: it is not lost, and nothing is made up."""
+    step = Step(0, 0, 10, (Span("dancing", 0, 10),))
+    assert phases(step) == [(0, 10, OTHER)]
+
+
+def test_of_waits_in_each_other_the_named_one_counts() -> None:
+    """A blocking all_reduce marks itself, and `Work.wait` in it without a name."""
+    step = Step(0, 0, 20, (), (Wait(2, 10, "all_reduce", "0"), Wait(4, 12), Wait(15, 30)))
+    assert marked_waits(step) == [(2, 10, ("all_reduce", "0")), (10, 12, ("", "")), (15, 20, ("", ""))]
+
+
+# -------------------------------------------------------------------------------------------------------------- the oracle
+
+PIECES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda pair: tuple(sorted(pair))), max_size=6)
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(PIECES, PIECES)
+def test_intervals_agree_with_sets_of_ticks(left: list[tuple[int, int]], right: list[tuple[int, int]]) -> None:
+    """`innermost`, `union`, `overlaps` and `without` say of every tick what a search through all pieces says."""
+    pieces = [(start, end, number) for number, (start, end) in enumerate(left)]
+    flat = innermost(pieces)
+    for tick in range(13):
+        over = [piece for piece in pieces if piece[0] <= tick < piece[1]]
+        best = [min(over, key=lambda piece: (-piece[0], piece[1], -piece[2]))[2]] if over else []
+        assert [value for start, end, value in flat if start <= tick < end] == best
+        other = union([(start, end, None) for start, end in right])
+        in_other = any(start <= tick < end for start, end in right)
+        assert [None for start, end, _ in other if start <= tick < end] == [None] * in_other
+        both = [value for start, end, value, _ in overlaps(flat, other) if start <= tick < end]
+        assert both == (best if in_other else [])
+        assert [value for start, end, value in without(flat, other) if start <= tick < end] == (
+            [] if in_other else best
+        )
+    assert all(start < end for start, end, _ in flat) and flat == sorted(flat)
+
+
+def a_job(seed: int, steps: int = 5, length: int = 40) -> list[Record]:
+    """A job of small numbers in which anything may happen: nested and overlapping marks, missing parts, no samples."""
+    draw = random.Random(seed)
+    world = draw.choice([1, 2, 3])
+    records = [Record(header(rank, world)) for rank in range(world)]
+    chance = draw.choice([0.0, 0.0, 0.2])
+    for number in range(steps):
+        starts = [length * number + draw.randrange(0, 4) for _ in range(world)]
+        operations: list[list[Operation]] = [[] for _ in range(world)]
+        is_sampled = draw.random() < 0.7
+        for at in range(draw.randrange(5)):
+            issues = [start + draw.randrange(0, length - 4) for start in starts]
+            if draw.random() < 0.3 and world > 1:
+                sender, receiver = draw.sample(range(world), 2)
+                for name, rank, peer in (("send", sender, receiver), ("recv", receiver, sender)):
+                    end = max(issues[rank], issues[sender]) + draw.randrange(0, 8)
+                    operations[rank].append(Operation(name, f"p{at}", 0, issues[rank], end, 1, 2, peer, PURPOSES[at]))
+                continue
+            for rank in range(world):
+                end = max(issues) + draw.randrange(0, 8)
+                if draw.random() >= chance:
+                    made = Operation("all_reduce", "g", at, issues[rank], end, 1, world, None, PURPOSES[at % 2])
+                    operations[rank].append(made)
+        for rank in range(world):
+            start, end = starts[rank], length * (number + 1) + draw.randrange(0, 4)
+
+            def some(start: int = start, end: int = end) -> tuple[int, int]:
+                first, second = sorted(draw.randrange(start - 2, end + 2) for _ in range(2))
+                return max(first, 0), max(second, 0)
+
+            spans = tuple(Span(draw.choice(PHASES[:9]), *some()) for _ in range(draw.randrange(6)))
+            waits = tuple(
+                Wait(*some(), *draw.choice([("", ""), ("all_reduce", "g"), ("recv", "p1")]))
+                for _ in range(draw.randrange(3))
+            )
+            records[rank].steps.append(Step(number, start, end, spans, waits))
+            if is_sampled and draw.random() > chance:
+                busy = tuple((a, b) for a, b, _ in union([(*some(), None) for _ in range(5)]))
+                records[rank].samples.append(Sample(number, busy, tuple(operations[rank])))
+    return records
+
+
+def slowly(records: list[Record], rank: int) -> tuple[dict[str, float], dict[tuple[str, str, str], float]]:
+    """Work by phase, and communication by purpose, exposed or hidden, and wire, wait or unknown: summed over the counted steps of
+    a rank, all of which are sampled; tick by tick, from the definitions."""
+    work: dict[str, float] = {}
+    moved: dict[tuple[str, str, str], float] = {}
+    of_rank = {record.header.rank: record for record in records}
+    record = of_rank[rank]
+    before: list[tuple[Operation, int]] = []
+    for step in record.steps[2:]:
+        sample = next(sample for sample in record.samples if sample.step == step.number)
+        own = [(operation, step.number) for operation in sample.operations]
+        operations = [each for each in before if each[0].ended_ns > step.start_ns] + own
+        before = own
+        state = {}
+        for tick in range(step.start_ns, step.end_ns):
+            state[tick] = min(
+                (_state(records, operation, number, tick) for operation, number in operations), default=(3, (), "")
+            )
+        in_wait = {tick: any(wait.start_ns <= tick < wait.end_ns for wait in step.waits) for tick in state}
+        in_backward = {
+            tick: any(span.phase == "backward" and span.start_ns <= tick < span.end_ns for span in step.spans)
+            for tick in state
+        }
+        is_busy = {tick: any(start <= tick < end for start, end in sample.busy) for tick in state}
+        # In a pass in which this thread ran no operator at all, nothing can be said.
+        still = {
+            tick: in_backward[tick]
+            and not is_busy[tick]
+            and state[tick][0] < 3
+            and any(is_busy[other] for other in around(in_backward, tick))
+            for tick in state
+        }
+        for tick in state:
+            is_blocked = in_wait[tick] or (still[tick] and len(around(still, tick)) >= module.GAP_NS)
+            kind = ("wire", "wait", "unknown", "unknown")[state[tick][0]]
+            if is_blocked:
+                key = ("exposed", kind, state[tick][2] if state[tick][0] < 3 else "?")
+                moved[key] = moved.get(key, 0) + 1
+            else:
+                phase = next(phase for start, end, phase in phases(step) if start <= tick < end)
+                work[phase] = work.get(phase, 0) + 1
+                if state[tick][0] < 3:
+                    moved["hidden", kind, state[tick][2]] = moved.get(("hidden", kind, state[tick][2]), 0) + 1
+    return work, moved
+
+
+def around(is_true: dict[int, bool], tick: int) -> range:
+    """The ticks around one for which it is true without a gap."""
+    first = last = tick
+    while is_true.get(first - 1):
+        first -= 1
+    while is_true.get(last + 1):
+        last += 1
+    return range(first, last + 1)
+
+
+def _state(
+    records: list[Record], operation: Operation, number: int, tick: int
+) -> tuple[int, tuple[int, int, str] | tuple[()], str]:
+    """What an operation is at a moment: 0 wire, 1 wait, 2 without partners, 3 nothing; its age; its purpose."""
+    purpose = operation.purpose
+    age = (operation.issued_ns, operation.ended_ns, operation.name)
+    if not operation.issued_ns <= tick < operation.ended_ns:
+        return 3, (), ""
+    if operation.name == "send" or operation.name == "recv":
+        wanted = "recv" if operation.name == "send" else "send"
+        partners = [
+            other.issued_ns
+            for record in records
+            for sample in record.samples
+            if sample.step == number
+            for other in sample.operations
+            if other.name == wanted and other.group == operation.group
+        ]
+        if not partners:
+            return 2, age, purpose
+        is_wait = operation.name == "recv" and tick < partners[0]
+        return int(is_wait), age, purpose
+    partners = [
+        other.issued_ns
+        for record in records
+        for sample in record.samples
+        if sample.step == number
+        for other in sample.operations
+        if (other.name, other.group, other.number) == (operation.name, operation.group, operation.number)
+    ]
+    if len(partners) < operation.ranks:
+        return 2, age, purpose
+    return int(tick < max(partners)), age, purpose
+
+
+@pytest.mark.parametrize("first", range(0, 300, 50))
+def test_the_division_agrees_with_an_oracle_that_looks_at_every_tick(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On random small jobs the phases, what is exposed and what is hidden are those that a search tick by tick finds."""
+    monkeypatch.setattr(module, "GAP_NS", 3)
+    compared = 0
+    for seed in range(first, first + 50):
+        records = a_job(seed)
+        for share in divide(records).shares:
+            if share.sampled < share.steps:
+                continue
+            compared += 1
+            work, moved = slowly(records, share.rank)
+            told = {phase: ns * share.steps for phase, ns in share.work.items()}
+            assert told == pytest.approx(work), f"seed {seed}"
+            for side in ("exposed", "hidden"):
+                unknown = sum(ns for key, ns in moved.items() if key[:2] == (side, "unknown"))
+                for kind in ("wire", "wait"):
+                    known = sum(ns for key, ns in moved.items() if key[:2] == (side, kind))
+                    shown = share.steps * sum(getattr(m, f"{side}_{kind}_ns") for m in share.communication.values())
+                    assert known - 1e-6 <= shown <= known + unknown + 1e-6, f"seed {seed}"
+                    if not unknown:
+                        for purpose in PURPOSES:
+                            at_purpose = share.communication.get(purpose, Moving())
+                            shown = share.steps * getattr(at_purpose, f"{side}_{kind}_ns")
+                            assert shown == pytest.approx(moved.get((side, kind, purpose), 0)), f"seed {seed}"
+    assert compared > 20
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(st.integers(0, 10**9))
+def test_work_and_exposed_are_the_step_whatever_was_recorded(seed: int) -> None:
+    """The sum holds with samples of some steps, of none and of some ranks; no part is negative; waits name who was waited for;
+    the order of the records does not matter."""
+    records = a_job(seed)
+    breakdown = divide(records)
+    random.Random(seed).shuffle(records)
+    assert divide(records) == breakdown
+    for share in breakdown.shares:
+        assert sums_up(share)
+        assert all(value >= 0 for value in share.work.values())
+        for moving in share.communication.values():
+            times = (moving.exposed_wire_ns, moving.exposed_wait_ns, moving.hidden_wire_ns, moving.hidden_wait_ns)
+            assert min(times) >= 0
+            assert sum(moving.waited_for.values()) == pytest.approx(moving.exposed_wait_ns + moving.hidden_wait_ns)
+            assert share.rank not in moving.waited_for
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(st.integers(0, 10**9), st.integers(-(10**12), 10**15))
+def test_another_zero_of_a_hosts_clock_changes_nothing(seed: int, by_ns: int) -> None:
+    """A host that was booted earlier shows more on its monotonic clock: breakdown and shares stay as they are."""
+    records = data_parallel(3, hosts=["a", "b"], late_ns={seed % 3: seed % 9_000_000})
+    by_ns = max(by_ns, 0)
+    moved = [shifted(record, by_ns) if record.header.host == "b" else record for record in records]
+    one, other = divide(records), divide(moved)
+    assert one.shares == other.shares and one.problems == other.problems
+    assert other.offsets_ns["b"][0] == pytest.approx(one.offsets_ns["b"][0] - by_ns, abs=1)
+
+
+# ------------------------------------------------------------------------------------------------------ unusual records
+
+
+def test_a_script_that_never_steps_is_one_step() -> None:
+    """One step, no marks: all of it is other, and the breakdown says that it is only one."""
+    record = Record(header(0, 1), [Step(0, 5, 105)])
+    breakdown = divide([record])
+    (share,) = breakdown.shares
+    assert (share.steps, share.sampled, share.work, share.communication) == (1, 0, {OTHER: 100}, {})
+    assert any("1 step only" in problem for problem in breakdown.problems)
+
+
+def test_no_records_and_no_steps_are_said() -> None:
+    """Nothing to divide is a breakdown with problems, no exception."""
+    assert divide([]).shares == () and divide([]).problems
+    empty = divide([Record(header(0, 2)), Record(header(1, 2), [Step(0, 0, 10)])])
+    assert [share.rank for share in empty.shares] == [1]
+    assert any("rank 0 recorded no whole step" in problem for problem in empty.problems)
+
+
+def test_without_samples_exposed_time_is_wire_and_the_breakdown_says_so() -> None:
+    """Marks alone do not tell wire from wait."""
+    records = [
+        Record(header(0, 1), [Step(n, n * 100, n * 100 + 100, (), (Wait(n * 100, n * 100 + 30),)) for n in range(5)])
+    ]
+    breakdown = divide(records)
+    assert breakdown.shares[0].communication == {OTHER: Moving(exposed_wire_ns=30)}
+    assert any("no sampled step" in problem for problem in breakdown.problems)
+
+
+def test_a_rank_that_died_early_leaves_operations_without_partners() -> None:
+    """The others' later operations are counted apart; they are told apart as those before, and not all taken for wire."""
+    records = data_parallel(2, steps=12, sampled=(3, 6, 9), late_ns={1: 7 * MS})
+    records[1].steps = [step for step in records[1].steps if step.number < 5]
+    records[1].samples = [sample for sample in records[1].samples if sample.step < 5]
+    breakdown = divide(records)
+    alive, dead = breakdown.shares
+    assert (alive.steps, dead.steps) == (10, 3) and sums_up(alive) and sums_up(dead)
+    assert any("6 of 9 sampled operations of rank 0 have no partners" in problem for problem in breakdown.problems)
+    assert any("fewer steps" in problem for problem in breakdown.problems)
+    moving = alive.communication[SYNC]
+    assert moving.exposed_wait_ns == pytest.approx(10 / 3 * MS, abs=2)
+    assert moving.exposed_ns == pytest.approx(17 * MS)
+
+
+def test_one_record_of_a_larger_job_is_divided_and_said_to_be_one() -> None:
+    """Its phases and exposed time stand; wire and wait do not."""
+    breakdown = divide(data_parallel(4)[2:3])
+    (share,) = breakdown.shares
+    assert share.rank == 2 and sums_up(share) and share.communication[SYNC].exposed_ns == pytest.approx(10 * MS)
+    assert any("1 of 4 ranks have a record" in problem for problem in breakdown.problems)
+    assert any("9 of 9" in problem for problem in breakdown.problems)
+
+
+def test_ranks_that_count_steps_differently_are_found() -> None:
+    """An all-reduce that ends before another rank begins it is not the same one: no wait is made of it."""
+    records = data_parallel(2, sampled=range(12))
+    records[1].steps = [replace(step, number=step.number - 1) for step in records[1].steps[1:]]
+    records[1].samples = [replace(sample, step=sample.step - 1) for sample in records[1].samples[1:]]
+    breakdown = divide(records)
+    assert any("ended before another rank began them" in problem for problem in breakdown.problems)
+    assert breakdown.shares[0].communication[SYNC].exposed_wait_ns < 10 * MS
+
+
+def test_a_long_step_counts_and_is_named() -> None:
+    """A checkpoint of a minute is real time: it is in the mean and in the problems; the first steps are neither."""
+    record = Record(header(0, 1))
+    for number in range(50):
+        end = number * 10**6 + (10 * 10**6 if number == 1 else 10**6)
+        record.steps.append(Step(number, number * 10**6, end))
+    record.steps[30] = replace(record.steps[30], end_ns=record.steps[30].start_ns + 60 * 10**6)
+    breakdown = divide([record])
+    (share,) = breakdown.shares
+    assert share.steps == 48 and share.step_ns == pytest.approx((47 + 60) * 10**6 / 48)
+    assert any("step 30" in problem and "1 of 48" in problem for problem in breakdown.problems)
+
+
+def test_an_operation_that_runs_into_the_next_step_is_seen_there_if_that_is_sampled() -> None:
+    """Deferred gradients: what was issued in step 3 is hidden in step 4. Without a sample of step 4, the breakdown says so."""
+    for sampled, hidden in (((3, 4), 40.0), ((3,), 20.0)):
+        record = Record(header(0, 1), [Step(number, number * 100, number * 100 + 100) for number in range(5)])
+        for number in sampled:
+            issued = number * 100 + 80
+            operations = (Operation("all_reduce", "0", 0, issued, issued + 60, 1, 1),) if number == 3 else ()
+            record.samples.append(Sample(number, ((0, 1),), operations))
+        breakdown = divide([record])
+        assert breakdown.shares[0].communication[OTHER].hidden_wire_ns * len(sampled) == (
+            60 if 4 in sampled else hidden
+        )
+        assert any("run on" in problem for problem in breakdown.problems)
+
+
+def test_two_records_of_a_rank_and_a_step_twice() -> None:
+    """A rank that was started again has two files: the one with more steps counts, whatever their order."""
+    long, short = data_parallel(1)[0], data_parallel(1, steps=4)[0]
+    long.steps.append(long.steps[-1])
+    breakdown = divide([short, long])
+    assert breakdown.shares == divide([long, short]).shares and breakdown.shares[0].steps == 10
+    assert any("several records" in problem for problem in breakdown.problems)
+    assert any("twice" in problem for problem in breakdown.problems)
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(st.integers(0, 10**9))
+def test_no_record_that_can_be_read_makes_it_fail(seed: int) -> None:
+    """Whatever a file may hold: times of any size, names and peers that do not exist, parts out of order and twice, several
+    hosts. Nothing is raised, and the sum holds."""
+    for share in divide(wild(seed)).shares:
+        assert sums_up(share)
