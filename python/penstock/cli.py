@@ -46,6 +46,7 @@ class Verbs(Group):
 VERBS = {
     "aggregator": "Add what workers push on its way to the server; or watch one.",
     "bench": "Measure collectives beside gloo: time and share of the limit.",
+    "characterize": "Where steps of known models go, over a matrix of networks.",
     "convert": "Turn a training script for one device into one for several ranks.",
     "demo": "Train a character GPT with gloo, then with Penstock, and compare.",
     "doctor": "Check reachability, rate, MTU and limits between ranks.",

@@ -1,0 +1,180 @@
+"""What came out of each run, kept in a folder, so that a matrix can be gone on with; and means with confidence intervals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.errors import Config
+from penstock.profiling.breakdown import Breakdown
+from penstock.tools.characterize.matrix import Cell
+
+__all__ = ["Mean", "Outcome", "compared", "mean_of", "outcome_of", "read", "write"]
+
+FORMAT = "penstock-characterization/1"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run of a cell. Times are means over its ranks, in ms of a mean step."""
+
+    cell: Cell
+    repeat: int
+    step_ms: float
+    work: Mapping[str, float]
+    """By phase."""
+    exposed: Mapping[str, float]
+    """By purpose of the communication: wire and wait."""
+    waits: Mapping[str, float]
+    """Of that, wait."""
+    hidden: Mapping[str, float]
+    bytes: float
+    """That a rank gave to operations, a step."""
+    receive_mbit: float
+    """What a host's link received on average; 0: not counted."""
+    receive_peak_mbit: float
+    problems: tuple[str, ...] = ()
+    out_of_memory: bool = False
+
+    @property
+    def communication_ms(self) -> float:
+        return sum(self.exposed.values())
+
+
+class Mean(NamedTuple):
+    """A mean, and half of its confidence interval of 95 % (Student's t; infinite with one value)."""
+
+    value: float
+    half: float
+    runs: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g}" + (f" ± {self.half:.2g}" if math.isfinite(self.half) else "")
+
+
+def outcome_of(cell: Cell, repeat: int, breakdown: Breakdown, receive_mbit: float, receive_peak_mbit: float) -> Outcome:
+    """A run in numbers.
+
+    Raises:
+        Config: the breakdown has no ranks.
+    """
+    shares = breakdown.shares
+    if not shares:
+        raise Config(f"{cell.key} recorded nothing: {'; '.join(breakdown.problems) or 'nobody knows why'}")
+
+    def mean(of: Iterable[float]) -> float:
+        return sum(of) / len(shares) / 1e6
+
+    phases = sorted({phase for share in shares for phase in share.work})
+    purposes = sorted({purpose for share in shares for purpose in share.communication})
+
+    def by_purpose(of: Callable[[Any], float]) -> dict[str, float]:
+        return {
+            purpose: mean(of(share.communication[purpose]) for share in shares if purpose in share.communication)
+            for purpose in purposes
+        }
+
+    return Outcome(
+        cell,
+        repeat,
+        mean(share.step_ns for share in shares),
+        {phase: mean(share.work.get(phase, 0.0) for share in shares) for phase in phases},
+        by_purpose(lambda moving: moving.exposed_ns),
+        by_purpose(lambda moving: moving.exposed_wait_ns),
+        by_purpose(lambda moving: moving.hidden_wire_ns + moving.hidden_wait_ns),
+        sum(moving.bytes for share in shares for moving in share.communication.values()) / len(shares),
+        receive_mbit,
+        receive_peak_mbit,
+        breakdown.problems,
+    )
+
+
+def write(folder: Path, outcome: Outcome) -> None:
+    """Keep an outcome, whole or not at all."""
+    path = folder / f"{outcome.cell.key}.{outcome.repeat}.json"
+    unfinished = path.with_suffix(".unfinished")
+    text = json.dumps({"format": FORMAT, **dataclasses.asdict(outcome)}, indent=1)
+    try:
+        unfinished.write_text(text + "\n", encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise Config(f"cannot write {path}: {error.strerror}") from error
+
+
+def read(folder: Path) -> list[Outcome]:
+    """All that a folder keeps, by cell and repeat. Files of other versions, and what is none, are an error.
+
+    Raises:
+        Config: a file cannot be read or makes no sense.
+    """
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            given = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(given, dict) or given.pop("format", None) != FORMAT:
+                raise ValueError(f"it is no {FORMAT}")
+            cell = Cell(**given.pop("cell"))
+            found.append(Outcome(**{**given, "cell": cell, "problems": tuple(given["problems"])}))
+        except OSError as error:
+            raise Config(f"cannot read {path}: {error.strerror}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise Config(f"{path} is no outcome of a run ({error}): remove it, and the run is made again") from error
+    return sorted(found, key=lambda one: (one.cell.key, one.repeat))
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """The mean of independent runs."""
+    count = len(values)
+    if count < 2:
+        return Mean(values[0] if values else math.nan, math.inf, count)
+    half = _t(count - 1) * statistics.stdev(values) / math.sqrt(count)
+    return Mean(statistics.fmean(values), half, count)
+
+
+class Difference(NamedTuple):
+    """Of two means: after less before, as a part of before, and half of its confidence interval of 95 % (Welch)."""
+
+    change: float
+    half: float
+
+    @property
+    def verdict(self) -> str:
+        if not math.isfinite(self.half):
+            return "one run each: unknown"
+        if abs(self.change) <= self.half:
+            return "noise"
+        return "slower" if self.change > 0 else "faster"
+
+
+def compared(before: Sequence[float], after: Sequence[float]) -> Difference:
+    """Whether times have changed, beyond what runs differ by."""
+    base = statistics.fmean(before)
+    change = statistics.fmean(after) / base - 1
+    if len(before) < 2 or len(after) < 2:
+        return Difference(change, math.inf)
+    parts = [statistics.variance(each) / len(each) for each in (before, after)]
+    total = sum(parts)
+    if total == 0:
+        return Difference(change, 0.0)
+    freedom = total**2 / sum(
+        part**2 / (len(each) - 1) for part, each in zip(parts, (before, after), strict=True) if part
+    )
+    return Difference(change, _t(max(1, math.floor(freedom))) * math.sqrt(total) / base)
+
+
+def _t(freedom: int) -> float:
+    """Student's t for 95 % on both sides."""
+    return _T[freedom - 1] if freedom <= len(_T) else 1.96 + 2.4 / freedom
+
+
+_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101,
+    2.093, 2.086,
+)  # fmt: skip

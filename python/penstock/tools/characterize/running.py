@@ -1,0 +1,175 @@
+"""Runs a cell: the model under `penstock profile`, on emulated hosts where the cell has a link; and finds the largest batch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from penstock.errors import Config, PenstockError
+from penstock.tools.characterize.matrix import Cell
+from penstock.tools.characterize.results import Outcome, outcome_of
+
+__all__ = ["command_of", "environment_of", "largest", "largest_batch", "run"]
+
+OUT_OF_MEMORY = 3
+"""Exit status of the workload, which says so under ``--memory``."""
+
+
+def command_of(cell: Cell, steps: int, seed: int, *, memory: int = 0) -> list[str]:
+    """What runs the ranks of a cell; not for ``aggregated``, whose daemons come first."""
+    train = ["-m", "penstock.workloads.transformer", cell.model, "--parallel", cell.parallel]
+    train += ["--batch", str(cell.batch), "--micro-batch", str(cell.micro_batch), "--sequence", str(cell.sequence)]
+    train += ["--steps", str(steps), "--seed", str(seed), "--memory", str(memory)]
+    train += ["--backend", "gloo" if cell.transport == "gloo" else "penstock"]
+    if not cell.link_mbit:
+        ranks = ["--nproc-per-node", str(cell.ranks), "--master-port", "0"]
+        return [sys.executable, "-m", "torch.distributed.run", *ranks, *train]
+    bed = [sys.executable, "-m", "penstock", "testbed", "run", "--quiet", "--hosts", str(cell.ranks)]
+    bed += ["--rate", f"{cell.link_mbit:g}"]
+    if cell.flow_mbit:
+        bed += ["--flow", f"{cell.flow_mbit:g}"]
+    return [*bed, "--", sys.executable, *train]
+
+
+def environment_of(cell: Cell, environment: Mapping[str, str]) -> dict[str, str]:
+    """Of the ranks: what the transport is, and nothing else of Penstock's that happens to be set here."""
+    kept = {name: value for name, value in environment.items() if not name.startswith("PENSTOCK_")}
+    kept["OMP_NUM_THREADS"] = "1"
+    if cell.transport.startswith("tcp"):
+        kept["PENSTOCK_SHM"] = "0"
+        _, _, streams = cell.transport.partition("-")
+        if streams:
+            kept["PENSTOCK_STREAMS"] = streams
+    return kept
+
+
+def run(cell: Cell, repeat: int, *, steps: int, seed: int, folder: Path, timeout_s: float) -> Outcome:
+    """Run a cell once. The records go to a folder of the run's own below ``folder``, which is overwritten.
+
+    Blocking: until it has ended. Ctrl-C ends its processes.
+
+    Raises:
+        Config: it failed, with the end of what it printed; or it took too long.
+    """
+    records = folder / f"{cell.key}.{repeat}"
+    shutil.rmtree(records, ignore_errors=True)
+    table = folder / f"{cell.key}.{repeat}.breakdown"
+    inner = (
+        [sys.executable, "-m", "penstock.tools.characterize.through_aggregators", json.dumps(cell.__dict__)]
+        if cell.transport == "aggregated"
+        else command_of(cell, steps, seed + repeat)
+    )
+    if cell.transport == "aggregated":
+        inner += [str(steps), str(seed + repeat)]
+    profile = [sys.executable, "-m", "penstock", "profile", "-o", str(records), "--json", str(table), "--", *inner]
+    code, said = _finished(profile, environment_of(cell, os.environ), timeout_s)
+    if code != 0:
+        raise Config(f"{cell.key} ended with status {code}; it said:\n{said[-3000:]}")
+    from penstock.profiling.readers import load
+    from penstock.profiling.writers import from_json
+
+    try:
+        breakdown = from_json(table)
+        mean, peak = _received(load(records))
+    except PenstockError as error:
+        raise Config(f"{cell.key}: {error}") from error
+    finally:
+        table.unlink(missing_ok=True)
+    return outcome_of(cell, repeat, breakdown, mean, peak)
+
+
+def largest(fits: Callable[[int], bool], unit: int, most: int) -> int:
+    """The largest multiple of ``unit`` that fits, up to ``most``; 0 if not even one does. O(log) sizes are tried: they double
+    until one does not fit, and then the interval is halved."""
+    low, high = 0, unit
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most // unit * unit + unit)
+    while high - low > unit:
+        middle = (low + high) // 2 // unit * unit
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def largest_batch(cell: Cell, memory: int, *, seed: int, timeout_s: float, most: int = 1 << 16) -> int:
+    """The largest batch of a cell whose ranks have so many bytes each. Two steps are run for each size that is tried.
+
+    Raises:
+        Config: a run failed for another reason.
+    """
+    from dataclasses import replace
+
+    unit = (cell.micro_batch or 1) * (1 if cell.parallel == "pipeline" else cell.ranks)
+
+    def fits(batch: int) -> bool:
+        tried = replace(cell, batch=batch, link_mbit=0.0, flow_mbit=0.0, transport="gloo")
+        command = command_of(tried, 2, seed, memory=memory)
+        code, said = _finished(command, environment_of(tried, os.environ), timeout_s)
+        if code != 0 and '"out_of_memory": true' not in said:
+            raise Config(f"{tried.key} with {memory >> 20} MiB ended with status {code}; it said:\n{said[-3000:]}")
+        return code == 0
+
+    return largest(fits, unit, most)
+
+
+def _finished(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
+    process = subprocess.Popen(
+        command,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise Config(f"no end after {timeout_s:g} s: {' '.join(command[-12:])}; give --timeout more") from error
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return process.returncode, said
+
+
+def _received(records: object) -> tuple[float, float]:
+    """Mbit/s that a host's busiest interface received, mean over the steps of its ranks and the highest rate, mean over hosts."""
+    found = []
+    for record in records if isinstance(records, list) else []:
+        readings, steps = record.readings, record.steps
+        names = {name for each in readings for name in each.values if _is_received(name)}
+        if not names or len(steps) < 3:
+            continue
+        start, end = steps[2].start_ns, steps[-1].end_ns
+        within = [each for each in readings if start <= each.time_ns <= end]
+        best = (0.0, 0.0)
+        for name in names:
+            points = [(each.time_ns, each.values[name]) for each in within if name in each.values]
+            if len(points) < 3:
+                continue
+            mean = 8e3 * (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
+            rates = [8e3 * (b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(points) if b[0] > a[0]]
+            best = max(best, (mean, max(rates, default=mean)))
+        found.append(best)
+    if not found:
+        return 0.0, 0.0
+    return sum(mean for mean, _ in found) / len(found), sum(peak for _, peak in found) / len(found)
+
+
+def _is_received(name: str) -> bool:
+    return name.startswith("nic.") and name.endswith(".rx_bytes") and not name.startswith("nic.lo.")
