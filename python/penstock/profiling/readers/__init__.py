@@ -47,7 +47,9 @@ def load(path: Path, *, pipeline_stages: int | None = None) -> list[Record] | Br
     ((kind, paths),) = kinds.items()
     found = _of(kind, paths, pipeline_stages)
     if strange and isinstance(found, list):
-        found[0].problems.append(f"{path} also holds {', '.join(each.name for each in strange[:5])}, which was not read")
+        found[0].problems.append(
+            f"{path} also holds {', '.join(each.name for each in strange[:5])}, which was not read"
+        )
     return found
 
 
@@ -115,8 +117,6 @@ def _looks_like(path: Path) -> str:
     if not head:
         return "empty"
     return next((what for sign, what in SIGNS if head.startswith(sign)), "no text")
-
-
 
 
 SIGNS = (

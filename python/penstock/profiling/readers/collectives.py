@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 __all__ = ["ARGUMENTS", "Described", "Group", "canonical", "described", "from_kernel", "groups", "is_kernel", "purpose"]
 
@@ -134,7 +134,6 @@ def _peer(kind: str, args: Mapping[str, Any], ranks: tuple[int, ...]) -> int | N
         if not isinstance(said, str) or not re.fullmatch(r"\d{1,7}", said):
             return None
         peer = int(said)
-    assert isinstance(peer, int)
     return ranks[peer] if ranks and peer < len(ranks) else peer
 
 
@@ -172,7 +171,7 @@ def _ranks(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
 
 

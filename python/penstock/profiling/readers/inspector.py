@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from penstock.errors import Config
 from penstock.profiling.breakdown import Breakdown, Moving, Share
@@ -80,8 +80,8 @@ def breakdown(paths: Sequence[Path]) -> Breakdown:
     for name, whole in sorted(total.items(), key=lambda item: -item[1].time_us):
         bus = whole.moved_bytes / whole.time_us / 1e3 if whole.time_us else 0.0
         notes.append(
-            f"{name}: {whole.count:,} in all, {whole.bytes / 1e9:.3g} GB, {whole.time_us / 1e3:.4g} ms, "
-            f"bus bandwidth {bus:.1f} GB/s."
+            f"{name}: bus bandwidth {bus:.1f} GB/s, as the files have it, over {whole.count:,} operations "
+            f"of {whole.bytes / whole.count / 1e6:.3g} MB on average."
         )
     return Breakdown(shares, problems=tuple(problems), notes=tuple(notes))
 
@@ -133,7 +133,7 @@ def _add(
     return True
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e18 and math.isfinite(value)
 
 

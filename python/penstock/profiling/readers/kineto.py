@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from penstock.errors import Config
 from penstock.profiling.readers import collectives, timeline
@@ -47,7 +47,9 @@ def records(paths: Sequence[Path]) -> list[Record]:
         for record in nameless:
             found[next(free)] = record
             if len(paths) > 1:
-                record.problems.append(f"{record.header.about['file']} does not say its rank: files count in their order")
+                record.problems.append(
+                    f"{record.header.about['file']} does not say its rank: files count in their order"
+                )
     world = max([max(found) + 1, *(record.header.world for record in found.values())])
     for rank, record in found.items():
         about = record.header.about
@@ -187,10 +189,8 @@ def _may_communicate(name: str) -> bool:
     return ":" in name or name == "record_param_comms"
 
 
-def _is_time(value: Any) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e16 and math.isfinite(value)
-    )
+def _is_time(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e16 and math.isfinite(value)
 
 
 def _base_ns(about: Mapping[str, Any]) -> int:

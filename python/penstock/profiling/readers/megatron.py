@@ -173,8 +173,8 @@ def read(path: Path) -> Log:
 def breakdown(log: Log, pipeline_stages: int | None = None) -> Breakdown:
     """The last stage's iteration.
 
-    What it receives, it waits for as far as the pipeline's filling explains it; the embeddings' all-reduce, as far as its draining
-    does. The rest of both, and all other communication, counts as wire: a log does not tell.
+    What it receives, it waits for as far as the pipeline's filling explains it; the embeddings' all-reduce, as far as its
+    draining does. The rest of both, and all other communication, counts as wire: a log does not tell.
     """
     timers = dict(log.timers_ms)
     problems = list(log.problems)
@@ -221,7 +221,9 @@ def breakdown(log: Log, pipeline_stages: int | None = None) -> Breakdown:
             f"(the embeddings' all-reduce: {bubble.embedding_ms:.0f}). The bubble is {bubble.explained:.1%} of an iteration."
         )
     elif log.stages(pipeline_stages) is None:
-        notes.append("The log does not hold Megatron's arguments: give --pipeline-stages to tell the bubble from the wire.")
+        notes.append(
+            "The log does not hold Megatron's arguments: give --pipeline-stages to tell the bubble from the wire."
+        )
     rank = max(0, log.arguments.get("world_size", 1) - 1)
     share = Share(
         rank,

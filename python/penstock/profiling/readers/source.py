@@ -88,7 +88,9 @@ class Text:
                 return b""
             self._waiting = self._unpack.unconsumed_tail or self._unpack.unused_data
             if self._given + len(raw) > FREE_BYTES + MOST_RATIO * self._taken:
-                self._end(f"unpacks to more than {MOST_RATIO} times its size: it is no trace or log, and the rest is left out")
+                self._end(
+                    f"unpacks to more than {MOST_RATIO} times its size: it is no trace or log, and the rest is left out"
+                )
             if raw:
                 return raw
 

@@ -99,9 +99,11 @@ class Host:
         found = [(int(sign[1]), each.start_ns, each.end_ns) for each, sign in marked if sign]
         if found:
             return list(_apart(found)), "ProfilerStep"
-        everything = [*self._events, *self.communications, *kernels]
-        first = min(each.start_ns for each in everything)
-        last = max(max(each.end_ns for each in everything), first)
+        everything = [
+            (each.start_ns, each.end_ns) for some in (self._events, self.communications, kernels) for each in some
+        ]
+        first = min(start for start, _ in everything)
+        last = max(end for _, end in everything)
         ends = [each.end_ns for each, _ in marked if OPTIMIZER.match(each.name)]
         # Several optimizers that step one after the other, with nothing run backward between them, end one step.
         backward = [each.start_ns for each in self._backward]
@@ -118,22 +120,22 @@ class Host:
 
     def phases(self, bounds: Sequence[tuple[int, int, int]]) -> Phases:
         """What the training thread did, and the passes of the autograd engine on whatever thread."""
-        items = [each for each in _outermost(self._top, self.thread)]
+        items = list(_outermost(self._top, self.thread))
         others = [each for each in self._backward if each.thread != self.thread]
         items = sorted([*items, *others], key=lambda each: each.start_ns)
         is_forward_marked = any(_phase(each.name) == "forward" for each in items)
         edges = sorted({edge for _, start, end in bounds for edge in (start, end)})
         spans: list[Span] = []
-        for index, each in enumerate(items):
+        for each in items:
             phase = _phase(each.name)
             if phase is None:
                 if is_forward_marked or each.name.startswith("c10d::"):
                     continue
                 phase = "forward"  # if the next that has a phase runs backward: see below
-            if phase in ("forward", "backward") and spans and spans[-1].phase == phase:
-                if not _has_edge(edges, spans[-1].end_ns, each.start_ns):
-                    spans[-1] = Span(phase, spans[-1].start_ns, max(spans[-1].end_ns, each.end_ns))
-                    continue
+            goes_on = phase in ("forward", "backward") and spans and spans[-1].phase == phase
+            if goes_on and not _has_edge(edges, spans[-1].end_ns, each.start_ns):
+                spans[-1] = Span(phase, spans[-1].start_ns, max(spans[-1].end_ns, each.end_ns))
+                continue
             spans.append(Span(phase, each.start_ns, each.end_ns))
         return Phases(_settled(spans, edges, is_forward_marked), others[0].thread if others else None, others)
 
@@ -247,9 +249,7 @@ def _of_device(
         if collectives.is_kernel(each.name):
             name, args = host.explained(each)
             what = collectives.described(name, args, groups)
-            moving.append(
-                Flight(each.start_ns, each.end_ns, what, collectives.purpose(what, host.rank, phase))
-            )
+            moving.append(Flight(each.start_ns, each.end_ns, what, collectives.purpose(what, host.rank, phase)))
         else:
             work.append((each.start_ns, each.end_ns, phase))
     on_device = []
@@ -260,7 +260,8 @@ def _of_device(
     bounds = list(_apart(on_device)) or bounds
     busy = union((start, end) for start, end, _ in work)
     waits = minus(union((each.start_ns, each.end_ns) for each in moving), busy)
-    spans, until = [], 0
+    spans: list[Span] = []
+    until = 0
     for start, end, phase in work:
         if end > until and phase:
             begin = max(start, until)
@@ -346,7 +347,7 @@ def _phase(name: str) -> str | None:
 def _settled(spans: Sequence[Span], edges: Sequence[int], is_marked: bool) -> list[Span]:
     """Without those that have no phase. A forward pass lasts until the backward pass that follows it: the loss is in it; one that
     nobody marked, only operators before a backward pass, is none without."""
-    found = []
+    found: list[Interval] = []
     for index, span in enumerate(spans):
         after = spans[index + 1] if index + 1 < len(spans) else None
         end_ns = span.end_ns
@@ -413,7 +414,8 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def minus(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
     """What of the first lies in none of the second; both are in order and without overlap."""
-    found, at = [], 0
+    found: list[Interval] = []
+    at = 0
     for start, end in intervals:
         while at < len(others) and others[at][1] <= start:
             at += 1
