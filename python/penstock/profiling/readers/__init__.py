@@ -87,7 +87,9 @@ def _ours(paths: Sequence[Path]) -> list[Record]:
     found: dict[int, Record] = {}
     hosts: list[Record] = []
     for path in paths:
-        each = record.read(path)
+        with opened(path) as text:
+            each = record.read(path, text)
+            each.problems += [text.problem] if text.problem else []
         if not each.steps and not each.samples and each.readings:
             hosts.append(each)
         elif each.header.rank in found:

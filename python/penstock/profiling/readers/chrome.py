@@ -4,6 +4,7 @@ what is there."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ __all__ = ["Chrome"]
 class Chrome:
     """A trace: ``{"traceEvents": [...], ...}``, or only the list.
 
-    `about` has what stands beside the events; all of it is there when `events` is through.
+    `about` has what of `WANTED` stands beside the events; all of it is there when `events` is through.
     """
 
     def __init__(self, text: Text) -> None:
@@ -58,7 +59,7 @@ class Chrome:
                 if value is _NONE:
                     self._cut_off()
                     return
-                if len(self.about) < MOST_MEMBERS:
+                if key in WANTED:
                     self.about[key] = value
         if not sign:
             self._cut_off()
@@ -95,13 +96,12 @@ class Chrome:
 
     def _next(self) -> str:
         """The next sign that is no space; it is not taken. Empty at the end."""
-        while True:
-            while self._at < len(self._buffer):
-                if not (sign := self._buffer[self._at]).isspace():
-                    return sign
-                self._at += 1
+        while not (found := _SIGN.search(self._buffer, self._at)):
+            self._at = len(self._buffer)
             if not self._more():
                 return ""
+        self._at = found.start()
+        return found[0]
 
     def _more(self) -> bool:
         piece = self._text.read()
@@ -136,6 +136,8 @@ class Chrome:
 
 _DECODER = json.JSONDecoder(strict=False)
 _NONE = object()
-MOST_VALUE = 64 << 20
-"""Characters of one event, or of what stands beside them: Kineto puts its own log there."""
-MOST_BAD, MOST_MEMBERS = 100, 1000
+_SIGN = re.compile(r"\S")
+WANTED = ("distributedInfo", "host_name", "baseTimeNanoseconds")
+MOST_VALUE = 16 << 20
+"""Characters of one event, or of what stands beside them: the groups of a job of thousands of ranks have millions."""
+MOST_BAD = 100

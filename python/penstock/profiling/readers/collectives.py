@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-__all__ = ["ARGUMENTS", "Described", "Group", "canonical", "described", "from_kernel", "groups", "is_kernel", "purpose"]
-
-ARGUMENTS = (
-    "Collective name",
-    "In msg nelems",
-    "dtype",
-    "Group size",
-    "Process Group Name",
-    "Process Group Description",
-    "Process Group Ranks",
-    "Src Rank",
-    "Dst Rank",
-    "Input Dims",
-    "Input type",
-    "Concrete Inputs",
-)
-"""Of events; ParamCommsUtils.hpp of torch has them."""
+__all__ = ["Described", "Group", "canonical", "described", "from_kernel", "groups", "is_kernel", "kept", "purpose"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +41,26 @@ def groups(info: Any) -> dict[str, Group]:
         if isinstance(each, dict) and isinstance(each.get("pg_name"), str):
             name = each["pg_name"][:256]
             found[name] = Group(name, str(each.get("pg_desc", ""))[:256], _ranks(each.get("ranks")))
+    return found
+
+
+def kept(args: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an event's arguments counts, in little room: a trace has millions of events. The names are those of torch's
+    ParamCommsUtils.hpp; operators have shapes instead, and the peer among their inputs."""
+    found: dict[str, Any] = {}
+    for key in TEXTS:
+        text = args.get(key)
+        if isinstance(text, list) and key == "Process Group Ranks":
+            text = str(text[:MOST_GROUPS])
+        if isinstance(text, str) and len(text) <= MOST_TEXT:
+            found[key] = sys.intern(text)
+    found |= {key: args[key] for key in COUNTS if _is_count(args.get(key))}
+    if "In msg nelems" not in found and (size := _size(args.get("Input Dims"), args.get("Input type"))):
+        found["bytes"] = size
+    inputs = args.get("Concrete Inputs")  # of c10d::send and recv_: tensors, group, rank, tag
+    said = inputs[2] if isinstance(inputs, list) and len(inputs) > 2 else None
+    if isinstance(said, str) and re.fullmatch(r"[0-9]{1,7}", said):
+        found["peer"] = int(said)
     return found
 
 
@@ -119,7 +124,10 @@ def purpose(what: Described, rank: int | None, phase: str) -> str:
         return "tensor"
     if "data_parallel" in low or re.search(r"(^|[^a-z])(dp|fsdp|hsdp)([^a-z]|$)", low):
         return "data-parallel sync"
-    if phase == "backward" and kind in ("all_reduce", "reduce_scatter", "all_gather"):
+    # Of no group that says what it is for: what DDP and FSDP do by themselves in these phases.
+    if kind in {"backward": ("all_reduce", "reduce_scatter", "all_gather"), "forward": ("broadcast", "all_gather")}.get(
+        phase, ()
+    ):
         return "data-parallel sync"
     return ""
 
@@ -127,28 +135,24 @@ def purpose(what: Described, rank: int | None, phase: str) -> str:
 def _peer(kind: str, args: Mapping[str, Any], ranks: tuple[int, ...]) -> int | None:
     if kind not in ("send", "recv"):
         return None
-    peer = args.get("Dst Rank" if kind == "send" else "Src Rank")
-    if not _is_count(peer):
-        inputs = args.get("Concrete Inputs")  # of c10d::send and recv_: tensors, group, rank, tag
-        said = inputs[2] if isinstance(inputs, list) and len(inputs) > 2 else None
-        if not isinstance(said, str) or not re.fullmatch(r"\d{1,7}", said):
-            return None
-        peer = int(said)
-    return ranks[peer] if ranks and peer < len(ranks) else peer
+    peer = args.get("Dst Rank" if kind == "send" else "Src Rank", args.get("peer"))
+    return None if peer is None else ranks[peer] if peer < len(ranks) else peer
 
 
 def _bytes(args: Mapping[str, Any]) -> int:
-    count, kind = args.get("In msg nelems"), args.get("dtype")
-    if _is_count(count):
-        return count * WIDTHS.get(str(kind).lower(), 0)
-    shapes, kinds = args.get("Input Dims"), args.get("Input type")
+    if "In msg nelems" not in args:
+        return int(args.get("bytes", 0))
+    return int(args["In msg nelems"] * WIDTHS.get(str(args.get("dtype")).lower(), 0))
+
+
+def _size(shapes: Any, kinds: Any) -> int:
+    """Of inputs: each is a shape, or a list of shapes."""
     total = 0
     if isinstance(shapes, list) and isinstance(kinds, list):
         for shape, kind in zip(shapes[:1000], kinds, strict=False):
             lists = shape if isinstance(shape, list) and shape and isinstance(shape[0], list) else [shape]
-            for each in lists[:1000]:
-                total += _elements(each) * WIDTHS.get(str(kind).lower(), 0)
-    return total if total < 1 << 62 else 0
+            total += sum(map(_elements, lists[:1000])) * WIDTHS.get(str(kind).lower(), 0)
+    return min(total, 1 << 48)
 
 
 def _elements(shape: Any) -> int:
@@ -156,7 +160,7 @@ def _elements(shape: Any) -> int:
         return 0
     product = 1
     for each in shape:
-        product = min(product * each, 1 << 62)
+        product = min(product * each, 1 << 48)
     return product
 
 
@@ -165,7 +169,7 @@ def _ranks(value: Any) -> tuple[int, ...]:
     if isinstance(value, str):
         if "..." in value:
             return ()
-        value = [int(each) for each in re.findall(r"\d{1,7}", value[:1_000_000])]
+        value = [int(each) for each in re.findall(r"[0-9]{1,7}", value)]
     if not isinstance(value, list) or not all(map(_is_count, value)):
         return ()
     return tuple(value)
@@ -174,6 +178,10 @@ def _ranks(value: Any) -> tuple[int, ...]:
 def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
 
+
+TEXTS = ("Collective name", "dtype", "Process Group Name", "Process Group Description", "Process Group Ranks")
+COUNTS = ("In msg nelems", "Group size", "Src Rank", "Dst Rank")
+MOST_TEXT = 1 << 16
 
 NAMES = (
     ("allreduce", "all_reduce"),

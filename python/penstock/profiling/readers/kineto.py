@@ -157,14 +157,14 @@ class _Gathered:
         tid = event.get("tid")
         thread = tid if isinstance(tid, int) else str(tid)[:64]
         if category == "host":
-            kept = {key: args[key] for key in collectives.ARGUMENTS if key in args} if _may_communicate(name) else {}
+            kept = collectives.kept(args) if _may_communicate(name) else {}
             pid = event.get("pid")
             self.pid = self.pid or (pid if isinstance(pid, int) and 0 <= pid < 1 << 32 else 0)
         else:
             correlation = args.get("correlation")
             kept = {"correlation": correlation} if isinstance(correlation, int) else {}
             if category == "device" and collectives.is_kernel(name):
-                kept |= {key: args[key] for key in collectives.ARGUMENTS if key in args}
+                kept |= collectives.kept(args)
         self._raw.append((category, name, start, length, thread, kept))
 
     def settle(self, base_ns: int) -> None:

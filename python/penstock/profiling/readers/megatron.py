@@ -111,6 +111,8 @@ def read(path: Path) -> Log:
     bad = 0
     with opened(path) as text:
         for line in text.lines():
+            if len(line) > LONGEST_LINE:
+                continue
             if found := ARGUMENT.search(line):
                 arguments[found[1]] = int(found[2])
                 continue
@@ -216,9 +218,10 @@ def breakdown(log: Log, pipeline_stages: int | None = None) -> Breakdown:
         notes.append("The log does not tell forward from backward: Megatron does with --timing-log-level 2.")
     if bubble is not None:
         notes.append(
-            f"Pipeline of {log.stages(pipeline_stages)} stages, {log.micro_batches} micro-batches: filling takes (p-1) t_f = "
-            f"{bubble.fill_ms:.0f} ms (forward-recv: {bubble.received_ms:.0f}), draining (p-1) t_b = {bubble.drain_ms:.0f} ms "
-            f"(the embeddings' all-reduce: {bubble.embedding_ms:.0f}). The bubble is {bubble.explained:.1%} of an iteration."
+            f"{_model(log)}Pipeline of {log.stages(pipeline_stages)} stages, {log.micro_batches} micro-batches: filling takes "
+            f"(p-1) t_f = {bubble.fill_ms:.0f} ms (forward-recv: {bubble.received_ms:.0f}), draining (p-1) t_b = "
+            f"{bubble.drain_ms:.0f} ms (the embeddings' all-reduce: {bubble.embedding_ms:.0f}). The bubble is "
+            f"{bubble.explained:.1%} of an iteration."
         )
     elif log.stages(pipeline_stages) is None:
         notes.append(
@@ -234,6 +237,11 @@ def breakdown(log: Log, pipeline_stages: int | None = None) -> Breakdown:
         {purpose: Moving(wire * 1e6, waits * 1e6) for purpose, (wire, waits) in moving.items()},
     )
     return Breakdown((share,), problems=tuple(problems), notes=tuple(notes))
+
+
+def _model(log: Log) -> str:
+    layers, width = log.arguments.get("num_layers"), log.arguments.get("hidden_size")
+    return f"{layers} layers of width {width}. " if layers and width else ""
 
 
 def _timers(pairs: list[tuple[str, str]]) -> tuple[dict[str, float], int]:
@@ -300,4 +308,4 @@ ITERATION = re.compile(r"iteration\s+\d+\s*/.*elapsed time per iteration \(ms\):
 ONE_TIMER = re.compile(r"\|\s*([\w/-]{1,100}):\s*([^\s|]{1,40})")
 TABLE = re.compile(r"(?:\(min, max\)|max|maximum) time across ranks \(ms\):")
 ROW = re.compile(r"^[^\w]*(?:\[?\w+\]?:\s+)?\s*([\w/-]{1,100}) ?\.{2,}: ?(?:\([^,()]{1,40},\s*)?([^\s()]{1,40})\)?\s*$")
-MOST_REPORTS, MOST_TIMERS = 100_000, 1000
+MOST_REPORTS, MOST_TIMERS, LONGEST_LINE = 100_000, 1000, 4096

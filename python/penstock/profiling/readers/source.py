@@ -31,6 +31,7 @@ class Text:
         self._taken = self._given = 0
         self._decode = codecs.getincrementaldecoder("utf-8-sig")("replace")
         self._is_over = False
+        self._rest = ""
 
     def read(self) -> str:
         """The next piece, about `PIECE` long; empty at the end."""
@@ -48,6 +49,18 @@ class Text:
             if text := self._decode.decode(raw, final=not raw):
                 return text
         return ""
+
+    def readline(self, most: int) -> str:
+        """Up to and with the end of a line, or ``most`` characters of it, as files do."""
+        pieces = [self._rest]
+        length = len(self._rest)
+        while "\n" not in pieces[-1] and length < most and (more := self.read()):
+            pieces.append(more)
+            length += len(more)
+        text = "".join(pieces)
+        end = min(most, text.find("\n") + 1 or len(text))
+        self._rest = text[end:]
+        return text[:end]
 
     def lines(self) -> Iterator[str]:
         """Without their ends. What follows the first `MOST_LINE` characters of a line is left out."""

@@ -97,8 +97,8 @@ class Host:
         """Number, start and end of each, on the host's clock, in order and without overlap; and by what sign they are told."""
         marked = [(each, STEP.match(each.name)) for each in self._events if each.thread == self.thread]
         found = [(int(sign[1]), each.start_ns, each.end_ns) for each, sign in marked if sign]
-        if found:
-            return list(_apart(found)), "ProfilerStep"
+        if apart := list(_apart(found)):
+            return apart, "ProfilerStep"
         everything = [
             (each.start_ns, each.end_ns) for some in (self._events, self.communications, kernels) for each in some
         ]
@@ -115,7 +115,8 @@ class Host:
         if ends:
             starts = [first, *ends[:-1]]
             numbered = [(i, start, end) for i, (start, end) in enumerate(zip(starts, ends, strict=True))]
-            return list(_apart(numbered)), "Optimizer.step"
+            if apart := list(_apart(numbered)):
+                return apart, "Optimizer.step"
         return [(0, first, last)], "whole"
 
     def phases(self, bounds: Sequence[tuple[int, int, int]]) -> Phases:
@@ -153,8 +154,8 @@ class Host:
             # The call of c10d around it names the peer.
             calls = by_thread.get(each.thread, [])
             at = bisect_right(starts.get(each.thread, []), each.start_ns) - 1
-            if at >= 0 and calls[at].end_ns >= each.start_ns and "Concrete Inputs" in calls[at].args:
-                args["Concrete Inputs"] = calls[at].args["Concrete Inputs"]
+            if at >= 0 and calls[at].end_ns >= each.start_ns and "peer" in calls[at].args:
+                args["peer"] = calls[at].args["peer"]
             what = collectives.described(each.name, args, groups)
             phase = phases.at(each.start_ns)
             yield Flight(each.start_ns, each.end_ns, what, collectives.purpose(what, self.rank, phase))
@@ -347,7 +348,7 @@ def _phase(name: str) -> str | None:
 def _settled(spans: Sequence[Span], edges: Sequence[int], is_marked: bool) -> list[Span]:
     """Without those that have no phase. A forward pass lasts until the backward pass that follows it: the loss is in it; one that
     nobody marked, only operators before a backward pass, is none without."""
-    found: list[Interval] = []
+    found: list[Span] = []
     for index, span in enumerate(spans):
         after = spans[index + 1] if index + 1 < len(spans) else None
         end_ns = span.end_ns
@@ -432,7 +433,7 @@ def minus(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Int
 
 def common(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
     """What lies in both; both are in order and without overlap."""
-    found = []
+    found: list[Interval] = []
     for start, end in intervals:
         index = max(0, bisect_right(others, (start, 1 << 62)) - 1)
         while index < len(others) and others[index][0] < end:
