@@ -120,9 +120,18 @@ def test_a_trace_of_the_processor_has_steps_phases_and_operations(traces: pathli
             is_first = record_of is first
             assert (told.name, told.peer, told.bytes) == ("send" if is_first else "recv", int(is_first), 1000)
             assert told.purpose == ("pipeline send" if is_first else "pipeline forward recv")
-    for step, other in zip(first.steps, second.steps, strict=True):
-        assert 70 < waited_ms(step) < 100, "rank 0 waits for the all-reduce"
-        assert 30 < waited_ms(other) < 70, "rank 1 waits for what is sent"
+    # How late a rank was says the clock that both share; a busy machine adds to what was planted.
+    lateness = []
+    for number in range(3):
+        samples = [one.samples[number] for one in records]
+        reduced, its = (next(each for each in sample.operations if each.name == "all_reduce") for sample in samples)
+        received = next(each for each in samples[1].operations if each.name == "recv")
+        lateness.append((its.issued_ns - reduced.issued_ns) / 1e6)
+        lasted = [(each.ended_ns - each.issued_ns) / 1e6 for each in (reduced, its, received)]
+        waited = [waited_ms(one.steps[number]) for one in records]
+        assert lateness[-1] - 5 < waited[0] < sum(lasted) + 5, "rank 0 waits for the all-reduce"
+        assert lasted[2] - 5 < waited[1] < lasted[1] + lasted[2] + 5, "rank 1 waits for what is sent"
+    assert max(lateness) > 60
     keys = [
         {(sample.step, each.name, each.group, each.number) for sample in one.samples for each in sample.operations}
         for one in records
@@ -152,8 +161,11 @@ def test_a_device_is_divided_on_its_own_timeline(tmp_path: pathlib.Path) -> None
     first, second = found.steps
     assert first.end_ns == second.start_ns and first.end_ns - first.start_ns == 100_000_000
     assert first.start_ns == 1_700_000_000_000_000_000 + 1_000_000
-    for step in found.steps:
-        assert spent_ms(step) == pytest.approx({"loading": 9.9, "forward": 20, "backward": 40, "optimizer": 5})
+    # After the last step the first kernel of the next one is missing: it ends with the host's step, 1 ms early.
+    for step, other in zip(found.steps, (25.1, 24.1), strict=True):
+        assert spent_ms(step) == pytest.approx(
+            {"loading": 9.9, "forward": 20, "backward": 40, "optimizer": 5, "other": other}
+        )
         assert waited_ms(step) == pytest.approx(10)
     for sample in found.samples:
         assert [(each.name, each.group, each.number, each.bytes, each.ranks) for each in sample.operations] == [
@@ -178,6 +190,19 @@ def test_kernels_of_old_traces_are_told_by_what_launched_them(tmp_path: pathlib.
     )
     (found,) = loaded(written(tmp_path / "t.json", trace))
     assert [(each.name, each.bytes) for each in found.samples[0].operations] == [("all_gather", 400), ("all_gather", 0)]
+
+
+def test_a_device_waits_for_backends_of_the_host(tmp_path: pathlib.Path) -> None:
+    """gloo and penstock reduce a GPU's tensors on the host: the device is blocked where they run and it does not."""
+    trace = profiled.cuda_trace()
+    trace["traceEvents"] = [each for each in trace["traceEvents"] if not each["name"].startswith("nccl")]
+    trace["traceEvents"].append(
+        profiled.event(
+            "penstock:all_reduce", 70_000, 14_000, "user_annotation", 2, Input_Dims=[[10]], Input_type=["float"]
+        )
+    )
+    first, second = loaded(written(tmp_path / "t.json", trace))[0].steps
+    assert (waited_ms(first), waited_ms(second)) == (pytest.approx(9), 0)
 
 
 @pytest.mark.parametrize(("sign", "steps", "how"), [("Optimizer.step#", 2, "Optimizer.step"), (None, 1, "whole")])

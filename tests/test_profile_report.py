@@ -266,8 +266,8 @@ def test_what_a_trace_of_a_device_says(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_timeline_of_many_stretches_stays_small() -> None:
-    """100,000 stretches in a row make drawings of less than 400 kB together, since what is thinner than a pixel joins its neighbour; what
-    leaves the axis is cut off."""
+    """100,000 stretches in a row make drawings of less than 400 kB together, since what is thinner than a pixel joins its
+    neighbour; what leaves the axis is cut off."""
     stretches = [Stretch(i, i + 0.5, f"grey-{i // 50 % 3 + 1}") for i in range(100_000)]
     chart = Timeline(Axis("time", "ms"), 90_000.0, [Row("<a>", stretches), Row("empty", [])])
     text = timeline.both_widths(chart, 'what "it" is')

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from penstock.profiling.breakdown import OTHER
 from penstock.profiling.readers import collectives
 from penstock.profiling.readers.collectives import Group
 from penstock.profiling.record import Interval, Operation, Sample, Span, Step, Wait
@@ -145,20 +146,33 @@ class Host:
         operations = [each for each in self.communications if not each.name.startswith("nccl:")]
         if not operations and not self.communications:
             operations = [each for each in self._calls if each.thread == self.thread]
-        by_thread: dict[Thread, list[Named]] = {}
-        for each in self._calls:
-            by_thread.setdefault(each.thread, []).append(each)
-        starts = {thread: [each.start_ns for each in calls] for thread, calls in by_thread.items()}
-        for each in operations:
-            args: dict[str, Any] = dict(each.args)
-            # The call of c10d around it names the peer.
-            calls = by_thread.get(each.thread, [])
-            at = bisect_right(starts.get(each.thread, []), each.start_ns) - 1
-            if at >= 0 and calls[at].end_ns >= each.start_ns and "peer" in calls[at].args:
-                args["peer"] = calls[at].args["peer"]
+        for each, call in zip(operations, self._called(operations), strict=True):
+            # gloo's events begin when a thread of its own gets to them; the rank was there when it called.
+            start_ns = each.start_ns if call is None else call.start_ns
+            args = each.args if call is None or "peer" not in call.args else {**each.args, "peer": call.args["peer"]}
             what = collectives.described(each.name, args, groups)
-            phase = phases.at(each.start_ns)
-            yield Flight(each.start_ns, each.end_ns, what, collectives.purpose(what, self.rank, phase))
+            yield Flight(start_ns, each.end_ns, what, collectives.purpose(what, self.rank, phases.at(start_ns)))
+
+    def _called(self, operations: Sequence[Named]) -> list[Named | None]:
+        """The call of c10d that each operation comes from: of a kind there are as many of both, in the same order; otherwise an
+        operation is within its call, on its thread."""
+        calls: dict[str, list[Named]] = {}
+        for each in self._calls:
+            calls.setdefault(collectives.canonical(each.name.removeprefix("c10d::")), []).append(each)
+        kinds = [collectives.canonical(each.name.rpartition(":")[2]) for each in operations]
+        counts = {kind: kinds.count(kind) for kind in set(kinds)}
+        found: list[Named | None] = []
+        seen = dict.fromkeys(counts, 0)
+        for each, kind in zip(operations, kinds, strict=True):
+            its = calls.get(kind, [])
+            call: Named | None = None
+            if len(its) == counts[kind]:
+                call = its[seen[kind]]
+            elif its:
+                call = _around(its, Called(each.thread, each.start_ns))
+            seen[kind] += 1
+            found.append(call if call is not None and call.start_ns <= each.start_ns else None)
+        return found
 
     def explained(self, kernel: Kernel) -> tuple[str, Mapping[str, Any]]:
         """The name and arguments of a kernel's collective: its own, or those of the annotation that launched it."""
@@ -210,6 +224,10 @@ def _of_thread(
     busy = host.operators()
     running = union((each.start_ns, each.end_ns) for each in moving)
     ends = sorted(each.end_ns for each in moving)
+    blocking = sorted(
+        (each for each in moving if each.what.name in ("recv", "barrier")), key=lambda each: each.start_ns
+    )
+    blocking_starts = [each.start_ns for each in blocking]
     spans = [_until_reduced(span, busy, running, bounds) for span in phases.spans]
     loading = [(span.start_ns, span.end_ns) for span in spans if span.phase == "loading"]
     backward = [(span.start_ns, span.end_ns) for span in spans if span.phase == "backward"]
@@ -222,6 +240,9 @@ def _of_thread(
         last = ends[index] if index >= 0 else 0
         # Beside a backward pass a script may compute with other libraries: it waits if it goes on when an operation has ended.
         until = end if _within(backward, start) else last if last > start and end - last <= MOST_LATE_NS else start
+        # The call of what blocks until a peer comes stands in such a gap, since it is no work.
+        first, last = (bisect_left(blocking_starts, edge) for edge in (start, end))
+        until = max([until, *(min(each.end_ns, end) for each in blocking[first:last])])
         waits += [each for each in common([(start, until)], running) if each[1] - each[0] >= LEAST_GAP_NS]
     return _put_together(bounds, spans, waits, busy, moving)
 
@@ -256,7 +277,9 @@ def _of_device(
     on_device = []
     used = sorted(firsts)
     for position, index in enumerate(used):
-        following = firsts[used[position + 1]] if position + 1 < len(used) else lasts[index]
+        # After the last step no kernel tells; the next one would have been launched after its end on the host.
+        is_last = position + 1 == len(used)
+        following = max(lasts[index], bounds[index][2]) if is_last else firsts[used[position + 1]]
         on_device.append((bounds[index][0], firsts[index], max(following, firsts[index])))
     bounds = list(_apart(on_device)) or bounds
     busy = union((start, end) for start, end, _ in work)
@@ -273,6 +296,9 @@ def _of_device(
         until = max(until, end)
     loading = [(span.start_ns, span.end_ns) for span in phases.spans if span.phase == "loading"]
     spans += [Span("loading", *each) for each in minus(minus(loading, busy), waits)]
+    # What has no phase is said to have none: the division would give gaps between two forward parts to the forward pass.
+    known = union((span.start_ns, span.end_ns) for span in spans)
+    spans += [Span(OTHER, *each) for each in minus([(start, end) for _, start, end in bounds], known)]
     return _put_together(bounds, sorted(spans, key=lambda span: span.start_ns), waits, busy, moving)
 
 
