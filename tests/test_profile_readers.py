@@ -339,6 +339,10 @@ def test_a_log_without_arguments_needs_the_number_of_stages(tmp_path: pathlib.Pa
     found = summed(tmp_path / "log")
     assert any("--pipeline-stages" in note for note in found.notes)
     assert not any(moved.exposed_wait_ns for moved in found.shares[0].communication.values())
+    (tmp_path / "log").write_text(
+        LOG.read_text().replace("data_parallel_size .............................. 1", "data_parallel_size .. 0")
+    )
+    assert summed(tmp_path / "log").shares == summed(LOG).shares, "an argument without sense is none"
     (tmp_path / "log").write_text("\n".join(each for each in lines if "pipeline_model" not in each))
     assert summed(tmp_path / "log", pipeline_stages=16).shares[0].communication == summed(LOG).shares[0].communication
 

@@ -168,11 +168,13 @@ def test_rates_are_differences_of_counters() -> None:
 
 
 def test_without_readings_or_samples_the_page_says_how_to_get_them() -> None:
-    """In place of the pictures."""
-    page = report.page(profiled.breakdown(2, 0), [])
-    text = render(page)
+    """In place of the pictures; a file of sums has neither heading."""
+    bare = [dataclasses.replace(each, readings=[], samples=[]) for each in profiled.records(2)]
+    text = render(report.page(profiled.breakdown(2, 0), bare))
+    headings = [section.title for section in report.page(profiled.breakdown(2, 0), []).sections]
+    assert headings == ["Where a step goes", "Communication", "How this was measured", "Problems"]
     assert "every 100\u00a0ms" in text and "There is no sample of a step" in text
-    assert [*pictures(profiled.breakdown(2, 0), [])] == ["step"]
+    assert [*pictures(profiled.breakdown(2, 0), bare)] == ["step"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 from penstock.errors import Config
 from penstock.profiling.readers import collectives, timeline
 from penstock.profiling.readers.chrome import Chrome
-from penstock.profiling.readers.source import Text, opened
+from penstock.profiling.readers.source import WHAT_WE_READ, Text, opened
 from penstock.profiling.readers.timeline import Called, Host, Kernel, Named
 from penstock.profiling.record import Header, Record
 
@@ -78,7 +78,7 @@ def _read(text: Text) -> tuple[Record, int | None]:
         gathered.add(event)
     about = chrome.about
     if not chrome.has_events:
-        raise Config(f"{text.path} is JSON, but no trace: it has no list traceEvents")
+        raise Config(f"{text.path} is JSON, but no trace: it has no list traceEvents. {WHAT_WE_READ}")
     gathered.settle(_base_ns(about))
     if not gathered.host and not gathered.kernels:
         why = f" ({'; '.join(chrome.problems)})" if chrome.problems else ""

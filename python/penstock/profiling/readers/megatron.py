@@ -22,7 +22,7 @@ from pathlib import Path
 
 from penstock.errors import Config
 from penstock.profiling.breakdown import OTHER, Breakdown, Moving, Share
-from penstock.profiling.readers.source import opened
+from penstock.profiling.readers.source import WHAT_WE_READ, opened
 
 __all__ = ["Bubble", "Log", "breakdown", "read"]
 
@@ -78,7 +78,7 @@ class Log:
         batch, micro = self.arguments.get("global_batch_size"), self.arguments.get("micro_batch_size")
         if not batch or not micro:
             return None
-        return max(1, batch // (micro * self.arguments.get("data_parallel_size", 1)))
+        return max(1, batch // (micro * (self.arguments.get("data_parallel_size") or 1)))
 
     def bubble(self, pipeline_stages: int | None = None) -> Bubble | None:
         """None if the log does not say enough."""
@@ -152,7 +152,7 @@ def read(path: Path) -> Log:
             problems.append(text.problem)
     if not elapsed:
         raise Config(
-            f"{path} is a text, and no log of Megatron-LM: it has no line with 'elapsed time per iteration (ms):'"
+            f"{path} is a text, and no log of Megatron-LM: it has no line with 'elapsed time per iteration (ms):'. {WHAT_WE_READ}"
         )
     if not reports:
         raise Config(f"{path} is a log of Megatron-LM without timers: run it with --timing-log-level 2")

@@ -130,7 +130,7 @@ def opened(path: Path) -> Iterator[Text]:
 
 
 WHAT_WE_READ = (
-    "penstock profile reads folders that it wrote, traces of torch.profiler (Chrome JSON, also .gz), logs of Megatron-LM with "
+    "Penstock reads folders that it wrote, traces of torch.profiler (Chrome JSON, also .gz), logs of Megatron-LM with "
     "timers, and JSONL files of NCCL's inspector"
 )
 

@@ -43,8 +43,9 @@ def page(breakdown: Breakdown, records: Sequence[Record], next_step: Next | None
         if waits := shown.waited_for(breakdown):
             told.append(waits)
         sections.append(Section("Communication", told))
-        sections.append(Section("What the interfaces carry", carried(records)))
-        sections.append(Section("One step, moment by moment", moments(breakdown, shares, records)))
+        if records:  # a file of sums has no moments at all
+            sections.append(Section("What the interfaces carry", carried(records)))
+            sections.append(Section("One step, moment by moment", moments(breakdown, shares, records)))
     elif breakdown.shares:
         sections.append(Section("Communication", [shown.collectives(breakdown)]))
     remarks = [*breakdown.notes, *_clocks(breakdown)]
@@ -167,7 +168,8 @@ def cards(shares: Sequence[Share]) -> list[Card]:
     hidden = sum(
         moved.hidden_wire_ns + moved.hidden_wait_ns for each in shares for moved in each.communication.values()
     ) / len(shares)
-    found.append(Card(duration(hidden / 1e9), "hidden communication", "beside the rank's own work"))
+    if hidden:
+        found.append(Card(duration(hidden / 1e9), "hidden communication", "beside the rank's own work"))
     return found
 
 
@@ -213,10 +215,7 @@ def moments(
 ) -> list[str | list[str] | Picture | Table]:
     """A sampled step as a timeline."""
     if not any(record.samples for record in records):
-        return [
-            "There is no sample of a step: a file of sums has none, and torch's profiler runs in a few steps only. Let the "
-            "script run longer."
-        ]
+        return ["There is no sample of a step: torch's profiler runs in a few steps only. Let the script run longer."]
     order = sorted(shares, key=still_ns)
     ranks = [each.rank for each in shares]
     if len(ranks) > MOST_ROWS:

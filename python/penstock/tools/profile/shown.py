@@ -119,7 +119,8 @@ def _mostly(times: dict[str, float]) -> str:
 
 
 def _told(purpose: str) -> str:
-    return "communication of no known purpose" if purpose == OTHER else purpose
+    """In other words than a phase of the same name."""
+    return "other communication" if purpose == OTHER else purpose
 
 
 def _for_whom(shares: Sequence[Share]) -> str:
@@ -168,8 +169,8 @@ def division(breakdown: Breakdown) -> Table:
     for phase in phases(shares):
         add(phase, lambda each, phase=phase: each.work.get(phase, 0.0))  # type: ignore[misc]
     for purpose in purposes(shares):
-        add(f"{purpose}: wire", lambda each, purpose=purpose: _of(each, purpose).exposed_wire_ns)  # type: ignore[misc]
-        add(f"{purpose}: wait", lambda each, purpose=purpose: _of(each, purpose).exposed_wait_ns)  # type: ignore[misc]
+        add(f"{_told(purpose)}: wire", lambda each, purpose=purpose: _of(each, purpose).exposed_wire_ns)  # type: ignore[misc]
+        add(f"{_told(purpose)}: wait", lambda each, purpose=purpose: _of(each, purpose).exposed_wait_ns)  # type: ignore[misc]
     return Table("Where a step goes", columns, lines)
 
 
