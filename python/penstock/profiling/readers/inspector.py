@@ -3,7 +3,8 @@
     {"header": {"id": "0x...", "rank": 0, "n_ranks": 8, "nnodes": 1}, "metadata": {"hostname": "a", "pid": 7, ...},
      "coll_perf": {"coll": "AllReduce", "coll_sn": 1, "coll_msg_size_bytes": 1024, "coll_exec_time_us": 61.0, ...}}
 
-There are no steps in it, and nothing says what ran beside a collective.
+Since version 4.3 header and metadata stand only in a line with ``dump_stats``, before the lines that they are for. There are no
+steps in it, and nothing says what ran beside a collective.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class _Sum:
 
 def is_one(first: str) -> bool:
     """Whether a file whose first line this is may be of the inspector."""
-    return '"coll_perf"' in first or '"p2p_perf"' in first or ('"n_ranks"' in first and '"header"' in first)
+    return any(f'"{key}"' in first for key in ("coll_perf", "p2p_perf", "dump_stats")) or (
+        '"n_ranks"' in first and '"header"' in first
+    )
 
 
 def breakdown(paths: Sequence[Path]) -> Breakdown:
@@ -48,15 +51,24 @@ def breakdown(paths: Sequence[Path]) -> Breakdown:
     sums: dict[tuple[str, int], dict[str, _Sum]] = {}
     problems: list[str] = []
     for path in paths:
-        bad = 0
+        bad = lost = 0
+        heads: dict[str, Any] = {}
         with opened(path) as text:
             for line in text.lines():
-                if line.strip() and not _add(line, path, ranks, sums):
+                if not line.strip():
+                    continue
+                given = _object(line)
+                heads |= {key: given[key] for key in ("header", "metadata") if key in given}
+                if isinstance(stats := given.get("dump_stats"), dict):
+                    lost += sum(int(stats[key]) for key in LOST if _is_number(stats.get(key)))
+                elif "proxy_trace" not in given and not _add({**heads, **given}, path, ranks, sums):
                     bad += 1
             if text.problem:
                 problems.append(text.problem)
         if bad:
             problems.append(f"{path.name}: {bad} lines make no sense and are left out")
+        if lost:
+            problems.append(f"{path.name}: the inspector lost {lost} operations, which are in no sum")
     if not sums:
         raise Config(f"{paths[0]} looks like a file of NCCL's inspector, and holds no collective")
     order = sorted(sums, key=lambda process: (ranks[process], process))
@@ -93,16 +105,22 @@ def _moving(sums: Mapping[str, _Sum]) -> dict[str, Moving]:
     }
 
 
-def _add(
-    line: str, path: Path, ranks: dict[tuple[str, int], int], sums: dict[tuple[str, int], dict[str, _Sum]]
-) -> bool:
-    """Whether the line made sense."""
+def _object(line: str) -> dict[str, Any]:
+    """Of a line; an empty one if it is none."""
     try:
         given = json.loads(line)
     except (ValueError, RecursionError):
-        return False
-    if not isinstance(given, dict):
-        return False
+        return {}
+    return given if isinstance(given, dict) else {}
+
+
+def _add(
+    given: Mapping[str, Any],
+    path: Path,
+    ranks: dict[tuple[str, int], int],
+    sums: dict[tuple[str, int], dict[str, _Sum]],
+) -> bool:
+    """Whether the line made sense."""
     header, metadata, what = (given.get(key) for key in ("header", "metadata", "coll_perf"))
     if what is None and "p2p_perf" in given:
         what = given["p2p_perf"]
@@ -137,4 +155,5 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e18 and math.isfinite(value)
 
 
+LOST = ("coll_dropped_since_last_dump", "p2p_dropped_since_last_dump")
 MOST_PROCESSES, MOST_NAMES = 1 << 17, 64

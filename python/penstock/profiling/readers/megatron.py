@@ -84,7 +84,7 @@ class Log:
         """None if the log does not say enough."""
         stages, batches = self.stages(pipeline_stages), self.micro_batches
         forward, backward = self.timers_ms.get("forward-compute"), self.timers_ms.get("backward-compute")
-        if not stages or stages < 2 or not batches or not forward or not backward:
+        if not stages or stages < 2 or not batches or not forward or not backward or not self.step_ms:
             return None
         interleaved = self.arguments.get("virtual_pipeline_model_parallel_size") or 1
         share = (stages - 1) / (batches * interleaved)
