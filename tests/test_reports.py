@@ -22,6 +22,7 @@ from penstock.cluster.network import Cluster
 from penstock.planning import baselines
 from penstock.planning.evaluate import evaluate
 from penstock.planning.problem import Problem
+from penstock.profiling.breakdown import Breakdown, Moving, Share
 from penstock.reports import (
     Axis,
     Bar,
@@ -40,6 +41,7 @@ from penstock.reports import (
     Picture,
     Section,
     Table,
+    Timeline,
     charts,
     drawing,
     numbers,
@@ -54,8 +56,10 @@ from penstock.tools.bench.aggregated import times
 from penstock.tools.demo import report as demo_report
 from penstock.tools.demo.comparison import Comparison
 from penstock.tools.plan import explained
+from penstock.tools.profile import report as profile_report
 from penstock.tools.testbed import LinkSpec
 from penstock.training.tune import Setting
+from profiled import breakdown, records
 from samples import ABOUT, bench_outcome, tuned_comparison
 
 LINK = LinkSpec(rate_mbit=1000, flow_mbit=200)
@@ -191,6 +195,12 @@ def endpoints_page() -> Page:
     return emulated.page(endpoints.story(rows), endpoints.table(rows), LINK, ABOUT)
 
 
+def sums_page() -> Page:
+    """Of a file of another tool that has no steps."""
+    moved = {"all_reduce": Moving(hidden_wire_ns=2e7, bytes=1e10, operations=10)}
+    return profile_report.page(Breakdown((Share(0, 0, 0, 0.0, {}, moved),), notes=("A note.",)), [])
+
+
 SIZES = [1024 * 4**power for power in range(10)]
 
 PAGES: dict[str, Callable[[], Page]] = {
@@ -213,6 +223,9 @@ PAGES: dict[str, Callable[[], Page]] = {
     "urgency": urgency_page,
     "pauses": pauses_page,
     "endpoints": endpoints_page,
+    "profile": lambda: profile_report.page(breakdown(4), records(4)),
+    "profile of many": lambda: profile_report.page(breakdown(64, 17), records(64)),
+    "profile of sums": sums_page,
 }
 
 
@@ -253,7 +266,9 @@ def test_every_axis_has_a_unit(name: str) -> None:
         if isinstance(chart, Network):
             continue
         axes = (
-            [chart.axis] if isinstance(chart, Bars) else [axis for panel in chart.panels for axis in (panel.x, panel.y)]
+            [chart.axis]
+            if isinstance(chart, Bars | Timeline)
+            else [axis for panel in chart.panels for axis in (panel.x, panel.y)]
         )
         for axis in axes:
             assert axis.unit or axis.text is numbers.size, axis

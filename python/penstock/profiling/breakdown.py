@@ -87,3 +87,5 @@ class Breakdown:
     offsets_ns: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """By host: what to add to its clock to get the first host's, and how wrong that may be (`clocks.py`)."""
     problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What stands behind the numbers, in sentences, where a reader of another tool's file knows it."""

@@ -160,17 +160,22 @@ def line(what: Header | Step | Sample | Readings | Event) -> str:
     return json.dumps(_WRITERS[type(what)](what), separators=(",", ":")) + "\n"
 
 
-def read(path: Path) -> Record:
+def read(path: Path, file: Any = None) -> Record:
     """A rank's record from its file.
 
     Lines that make no sense are left out, and `Record.problems` counts them; so does a last line without an end.
 
+    Args:
+        file: what has the text, by its ``readline``, if the file itself does not: it may be packed.
+
     Raises:
         Config: the file cannot be read, is none of ours, or is of another version.
     """
+    if file is not None:
+        return _read(file, path)
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return _read(file, path)
+        with path.open(encoding="utf-8", errors="replace") as opened:
+            return _read(opened, path)
     except OSError as error:
         raise Config(f"cannot read {path}: {error.strerror}") from error
 

@@ -9,6 +9,7 @@ here, once:
 - `drawing`: charts to SVG, by matplotlib. Each chart is drawn twice, for wide screens and for narrow ones, so that its text keeps
   its size; a media query of the stylesheet chooses. This is the only module that imports matplotlib (the extra ``report``).
 - `network`: a network with what its links carry, as data and as SVG. Pure.
+- `timeline`: what ran when, row by row, as data and as SVG. Pure.
 - `tables`: a table for the terminal and for the page, from the same texts.
 - `page`: the skeleton, and what stands in it.
 - ``style.css``: the only place that names colours. Charts refer to its variables, so that they follow light and dark mode.
@@ -21,6 +22,7 @@ from penstock.reports.charts import Axis, Bar, Bars, Curve, Key, Level, Lines, P
 from penstock.reports.network import Edge, Network, Node
 from penstock.reports.page import Card, Next, Page, Picture, Section, render
 from penstock.reports.tables import Column, Line, Table
+from penstock.reports.timeline import Row, Stretch, Timeline
 
 __all__ = [
     "Axis",
@@ -41,8 +43,11 @@ __all__ = [
     "Panel",
     "Part",
     "Picture",
+    "Row",
     "Section",
+    "Stretch",
     "Table",
+    "Timeline",
     "aside",
     "render",
     "series",

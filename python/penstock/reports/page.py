@@ -10,10 +10,11 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.reports import network
+from penstock.reports import network, timeline
 from penstock.reports.charts import Bars, Lines
 from penstock.reports.network import Network
 from penstock.reports.tables import Table
+from penstock.reports.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Picture:
 
     name: str
     """Of no other picture of the page."""
-    chart: Bars | Lines | Network
+    chart: Bars | Lines | Network | Timeline
     see: str
     """A sentence: what to see in it. Its numbers come from where the chart's come from."""
     how: str = ""
@@ -117,6 +118,8 @@ def _block(block: str | list[str] | Picture | Table) -> str:
 def _picture(picture: Picture) -> str:
     if isinstance(picture.chart, Network):
         drawn = network.both_widths(picture.chart, picture.see)
+    elif isinstance(picture.chart, Timeline):
+        drawn = timeline.both_widths(picture.chart, picture.see)
     else:
         from penstock.reports.drawing import both_widths
 

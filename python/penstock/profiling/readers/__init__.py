@@ -1,0 +1,140 @@
+"""Files of profilers, ours and others', as records; or as a breakdown where a file has only sums (docs/design/profile.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.errors import Config
+from penstock.profiling import record
+from penstock.profiling.breakdown import Breakdown
+from penstock.profiling.readers import inspector, kineto, megatron
+from penstock.profiling.readers.source import WHAT_WE_READ, opened
+from penstock.profiling.record import Record
+
+__all__ = ["load"]
+
+
+def load(path: Path, *, pipeline_stages: int | None = None) -> list[Record] | Breakdown:
+    """What is in a file, or in a folder of files of one kind. The kind is told by what stands in a file, not by its name.
+
+    Args:
+        pipeline_stages: of a log of Megatron that does not hold Megatron's arguments.
+
+    Raises:
+        Config: it cannot be read, is of no kind that we read, or holds several kinds.
+    """
+    path = Path(path)
+    try:
+        if not path.is_dir():
+            return _of(_kind(path), [path], pipeline_stages)
+        files = sorted(each for each in path.iterdir() if each.is_file() and not each.name.startswith("."))
+    except Config:
+        raise
+    except (OSError, ValueError) as error:
+        raise Config(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    if len(files) > MOST_FILES:
+        raise Config(f"{path} holds {len(files)} files, more than {MOST_FILES}: give the folder of one run")
+    kinds: dict[str, list[Path]] = {}
+    for each in files:
+        kinds.setdefault(_kind(each), []).append(each)
+    strange = kinds.pop("", []) + (kinds.pop("megatron", []) if len(kinds) > 1 else [])
+    if len(kinds) > 1:
+        told = ", ".join(f"{NAMES[kind]} ({paths[0].name})" for kind, paths in sorted(kinds.items()))
+        raise Config(f"{path} holds files of several kinds: {told}. Give one of them, or a folder of one kind")
+    if not kinds:
+        raise Config(f"{path} holds no file that we read: {WHAT_WE_READ}")
+    ((kind, paths),) = kinds.items()
+    found = _of(kind, paths, pipeline_stages)
+    if strange and isinstance(found, list):
+        found[0].problems.append(
+            f"{path} also holds {', '.join(each.name for each in strange[:5])}, which was not read"
+        )
+    return found
+
+
+def _kind(path: Path) -> str:
+    """`ours`, `trace`, `inspector`, `megatron` (any other text), or nothing."""
+    with opened(path) as text:
+        head = ""
+        while len(head) < HEAD and (more := text.read()):
+            head += more
+    plain = head.lstrip()
+    first = plain.partition("\n")[0]
+    if '"format"' in first[:4096] and "penstock-profile/" in first[:4096]:
+        return "ours"
+    if plain[:1] in ("{", "["):
+        return "inspector" if inspector.is_one(first) else "trace"
+    return "" if not plain or "\0" in head or head.count("�") > len(head) // 100 else "megatron"
+
+
+def _of(kind: str, paths: Sequence[Path], pipeline_stages: int | None) -> list[Record] | Breakdown:
+    if kind == "ours":
+        return _ours(paths)
+    if kind == "trace":
+        return kineto.records(paths)
+    if kind == "inspector":
+        return inspector.breakdown(paths)
+    if kind == "megatron":
+        if len(paths) > 1:
+            raise Config(f"{paths[0].parent} holds several logs: give one of them")
+        return megatron.breakdown(megatron.read(paths[0]), pipeline_stages)
+    raise Config(f"{paths[0]} is {_looks_like(paths[0])}: {WHAT_WE_READ}")
+
+
+def _ours(paths: Sequence[Path]) -> list[Record]:
+    """Records of ranks, with the readings of their hosts."""
+    found: dict[int, Record] = {}
+    hosts: list[Record] = []
+    for path in paths:
+        with opened(path) as text:
+            each = record.read(path, text)
+            each.problems += [text.problem] if text.problem else []
+        if not each.steps and not each.samples and each.readings:
+            hosts.append(each)
+        elif each.header.rank in found:
+            found[each.header.rank].problems.append(
+                f"{path.name} is of rank {each.header.rank}, as another file is: it is left out"
+            )
+        else:
+            found[each.header.rank] = each
+    if not found:
+        if len(paths) == 1 and hosts:
+            raise Config(f"{paths[0]} holds counters of a host and no rank: give the folder that it lies in")
+        raise Config(f"{paths[0].parent} holds no rank's file")
+    ranks = [found[rank] for rank in sorted(found)]
+    for host in hosts:
+        its = [each for each in ranks if each.header.host == host.header.host]
+        for each in its:
+            each.readings = sorted([*each.readings, *host.readings], key=lambda reading: reading.time_ns)
+        (its or ranks)[0].problems += host.problems
+        if not its:
+            ranks[0].problems.append(f"the counters of host {host.header.host} belong to no rank that is there")
+    return ranks
+
+
+def _looks_like(path: Path) -> str:
+    with path.open("rb") as file:
+        head = file.read(16)
+    if not head:
+        return "empty"
+    return next((what for sign, what in SIGNS if head.startswith(sign)), "no text")
+
+
+SIGNS = (
+    (b"SQLite format 3", "a database (as Nsight Systems exports)"),
+    (b"PK\x03\x04", "a zip archive: unpack it first"),
+    (b"\x28\xb5\x2f\xfd", "packed with zstd: unpack it first"),
+    (b"BZh", "packed with bzip2: unpack it first"),
+    (b"\xfd7zXZ", "packed with xz: unpack it first"),
+    (b"\x1f\x8b", "a gzip file without text"),
+    (b"\x80", "a pickle, which we never read: it may run any program"),
+    (b"\x7fELF", "a program"),
+)
+NAMES = {
+    "ours": "records of penstock",
+    "trace": "traces of torch.profiler",
+    "inspector": "files of NCCL's inspector",
+    "megatron": "logs",
+}
+HEAD, MOST_FILES = 1 << 16, 16_384

@@ -1,0 +1,319 @@
+"""A breakdown in words and as tables: for the terminal, and for the page, which says the same."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from rich.console import Console
+
+from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Breakdown, Moving, Share
+from penstock.reports import Column, Line, Table
+from penstock.reports.numbers import duration, plural, share, size
+
+__all__ = [
+    "Unit",
+    "answer",
+    "collectives",
+    "communication",
+    "division",
+    "purposes",
+    "still_ns",
+    "table",
+    "unit",
+    "waited_for",
+]
+
+
+class Unit(NamedTuple):
+    """What times of one table or chart are told in."""
+
+    name: str
+    ns: float
+
+    def text(self, time_ns: float) -> str:
+        value = time_ns / self.ns
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def unit(time_ns: float) -> Unit:
+    """The one that fits a step."""
+    return Unit("s", 1e9) if time_ns >= 10e9 else Unit("ms", 1e6) if time_ns >= 1e6 else Unit("µs", 1e3)
+
+
+def table(breakdown: Breakdown) -> str:
+    """For a terminal of 80 columns, in lines that end."""
+    out = io.StringIO()
+    # A width of its own, so that what is piped into a file is as what is seen.
+    console = Console(file=out, width=WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
+    console.print(answer(breakdown))
+    if any(each.steps for each in breakdown.shares):
+        console.print(division(breakdown).for_terminal())
+        console.print(communication(breakdown).for_terminal())
+        if waits := waited_for(breakdown):
+            console.print(waits.for_terminal())
+    elif breakdown.shares:
+        console.print(collectives(breakdown).for_terminal())
+    for note in breakdown.notes:
+        console.print(note)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+# In one line
+
+
+def answer(breakdown: Breakdown) -> str:
+    """What a step's time goes into, in one line."""
+    shares = [each for each in breakdown.shares if each.steps]
+    if not shares:
+        return _sums(breakdown)
+    step = _mean(each.step_ns for each in shares)
+    still = _mean(map(still_ns, shares))
+    who = "Ranks" if len(shares) > 1 else f"Rank {shares[0].rank}"
+    of_step = f"of a step of {duration(step / 1e9)}"
+    if still < LEAST * step:
+        work = _mean_work(shares)
+        most = max(work, key=work.__getitem__)
+        verb = "compute" if len(shares) > 1 else "computes"
+        working = f"{most} takes {share(work[most] / step)} {of_step}" if step else "steps take no time"
+        return f"{who} {verb} without standing still: {working}"
+    wire, waits = _by_purpose(shares, "exposed_wire_ns"), _by_purpose(shares, "exposed_wait_ns")
+    parts = [
+        (sum(wire.values()), "wire", _mostly(wire), ""),
+        (sum(waits.values()), "wait", _mostly(waits), _for_whom(shares)),
+    ]
+    told: list[str] = []
+    before = ""
+    for time, kind, of, whom in sorted(parts, key=lambda part: -part[0]):
+        if time >= LEAST * step:
+            told.append(f"{share(time / step)} {kind}{of if of != before else ''}{whom}")
+            before = of
+    said = ", ".join(told)
+    verb = "stand" if len(shares) > 1 else "stands"
+    return f"{who} {verb} still for {share(still / step)} {of_step}: {said or 'in small parts'}"
+
+
+def _sums(breakdown: Breakdown) -> str:
+    if not breakdown.shares:
+        return "No step was recorded"
+    moved = [each for one in breakdown.shares for each in one.communication.values()]
+    total = sum(each.hidden_wire_ns + each.hidden_wait_ns + each.exposed_ns for each in moved) / len(breakdown.shares)
+    count = round(sum(each.operations for each in moved))
+    who = "process was" if len(breakdown.shares) == 1 else "processes were on average"
+    return (
+        f"{len(breakdown.shares)} {who} in collectives for {duration(total / 1e9)}: {plural(count, 'operation')} in all, "
+        f"{_bytes(sum(each.bytes for each in moved))}"
+    )
+
+
+def _mostly(times: dict[str, float]) -> str:
+    whole = sum(times.values())
+    if not whole:
+        return ""
+    most = max(times, key=times.__getitem__)
+    if times[most] > 0.95 * whole:
+        return f" of {_told(most)}"
+    return f" (mostly {_told(most)})" if times[most] > 0.5 * whole else ""
+
+
+def _told(purpose: str) -> str:
+    """In other words than a phase of the same name."""
+    return "other communication" if purpose == OTHER else purpose
+
+
+def _for_whom(shares: Sequence[Share]) -> str:
+    """The rank that others wait for, if it is one."""
+    waited = _waited(shares)
+    whole = sum(waited.values())
+    if not whole or len(waited) < 1:
+        return ""
+    most = max(waited, key=waited.__getitem__)
+    return f", mostly for rank {most}" if waited[most] > 0.5 * whole else ""
+
+
+# Tables
+
+
+def division(breakdown: Breakdown) -> Table:
+    """A step by phase and exposed communication, of all ranks, or of a few and what is least and most of many."""
+    shares = [each for each in breakdown.shares if each.steps]
+    step = _mean(each.step_ns for each in shares)
+    in_unit = unit(step)
+    is_few = len(shares) <= FEW
+    columns = [Column(f"a step, in {in_unit.name}", is_text=True), Column("mean"), Column("of it")]
+    if is_few and len(shares) > 1:
+        columns += [Column(f"rank {each.rank}") for each in shares]
+    elif not is_few:
+        columns += [Column("least (rank)"), Column("median"), Column("most (rank)")]
+    lines = []
+
+    def add(name: str, of: Callable[[Share], float], kind: str = "plain") -> None:
+        values = [of(each) for each in shares]
+        if not any(values) and kind == "plain":
+            return
+        mean = _mean(values)
+        cells = [name, in_unit.text(mean), share(mean / step) if step else ""]
+        if is_few and len(shares) > 1:
+            cells += [in_unit.text(value) for value in values]
+        elif not is_few:
+            low, high = (pick(range(len(values)), key=values.__getitem__) for pick in (min, max))
+            least, most = in_unit.text(values[low]), in_unit.text(values[high])
+            # Where all are alike, none is named.
+            which = ("", "") if least == most else (f" ({shares[low].rank})", f" ({shares[high].rank})")
+            cells += [least + which[0], in_unit.text(statistics.median(values)), most + which[1]]
+        lines.append(Line(cells, kind="best" if kind == "best" else "plain"))
+
+    add("whole step", lambda each: each.step_ns, "best")
+    for phase in phases(shares):
+        add(phase, lambda each, phase=phase: each.work.get(phase, 0.0))  # type: ignore[misc]
+    for purpose in purposes(shares):
+        add(f"{_told(purpose)}: wire", lambda each, purpose=purpose: _of(each, purpose).exposed_wire_ns)  # type: ignore[misc]
+        add(f"{_told(purpose)}: wait", lambda each, purpose=purpose: _of(each, purpose).exposed_wait_ns)  # type: ignore[misc]
+    return Table("Where a step goes", columns, lines)
+
+
+def communication(breakdown: Breakdown) -> Table:
+    """By purpose, mean of all ranks: what a rank stood still for, and what ran beside its work."""
+    shares = [each for each in breakdown.shares if each.steps]
+    in_unit = unit(_mean(each.step_ns for each in shares))
+    columns = [
+        Column(f"for, in {in_unit.name}", is_text=True),
+        Column("wire", meaning="Exposed: all ranks are there, bytes move, and this rank stands still."),
+        Column("wait", meaning="Exposed: a rank is not there yet, and this one stands still."),
+        Column("hidden\nwire", meaning="Bytes move while this rank works."),
+        Column("hidden\nwait", meaning="A rank is not there yet, and this one works."),
+        Column("a step", meaning="Operations of a rank in a step."),
+        Column("bytes", meaning="What a rank gives to them in a step."),
+    ]
+    lines = []
+    for purpose in purposes(shares):
+        moved = [_of(each, purpose) for each in shares]
+        means = [
+            _mean(getattr(each, name) for each in moved)
+            for name in ("exposed_wire_ns", "exposed_wait_ns", "hidden_wire_ns", "hidden_wait_ns")
+        ]
+        operations, size_bytes = _mean(each.operations for each in moved), _mean(each.bytes for each in moved)
+        lines.append(
+            Line(
+                [
+                    purpose,
+                    *(in_unit.text(each) if each else "-" for each in means),
+                    f"{operations:.3g}" if operations else "-",
+                    size(size_bytes) if size_bytes else "-",
+                ]
+            )
+        )
+    if not lines:
+        lines = [Line(["none was seen", *["-"] * 6])]
+    return Table("Communication, mean of a rank and step", columns, lines)
+
+
+def waited_for(breakdown: Breakdown) -> Table | None:
+    """Whom the others wait for, those first who cost most."""
+    shares = [each for each in breakdown.shares if each.steps]
+    waited = _waited(shares)
+    if not waited or len(shares) < 2:
+        return None
+    in_unit = unit(_mean(each.step_ns for each in shares))
+    columns = [
+        Column("ranks wait for", is_text=True),
+        Column(f"{in_unit.name} a step", meaning="Mean of the other ranks, exposed and hidden."),
+        Column("of all waiting"),
+    ]
+    whole = sum(waited.values())
+    order = sorted(waited, key=lambda rank: (-waited[rank], rank))
+    lines = [
+        Line([f"rank {rank}", in_unit.text(waited[rank] / (len(shares) - 1)), share(waited[rank] / whole)])
+        for rank in order[:MOST_WAITED]
+    ]
+    rest = sum(waited[rank] for rank in order[MOST_WAITED:])
+    if rest:
+        lines.append(
+            Line([f"{len(order) - MOST_WAITED} others", in_unit.text(rest / (len(shares) - 1)), share(rest / whole)])
+        )
+    return Table("Whom they wait for", columns, lines)
+
+
+def collectives(breakdown: Breakdown) -> Table:
+    """Sums over a file without steps."""
+    columns = [
+        Column("collective", is_text=True),
+        Column("operations"),
+        Column("bytes"),
+        Column("time"),
+        Column("bytes a second", meaning="Bytes over time, all processes: no bus bandwidth."),
+    ]
+    lines = []
+    for name in purposes(breakdown.shares):
+        moved = [_of(each, name) for each in breakdown.shares]
+        time = sum(each.hidden_wire_ns + each.hidden_wait_ns + each.exposed_ns for each in moved)
+        total = sum(each.bytes for each in moved)
+        rate = f"{total / time:.2f} GB/s" if time else "-"
+        lines.append(
+            Line([name, f"{sum(each.operations for each in moved):,.0f}", _bytes(total), duration(time / 1e9), rate])
+        )
+    return Table("Sums over all processes", columns, lines)
+
+
+# Numbers
+
+
+def still_ns(one: Share) -> float:
+    """How long a rank stands still in a step."""
+    return sum(each.exposed_ns for each in one.communication.values())
+
+
+def phases(shares: Sequence[Share]) -> list[str]:
+    """In the order in which they are told; those that this version does not know stand last."""
+    used = dict.fromkeys(name for each in shares for name, time in each.work.items() if time)
+    return [*(name for name in PHASES if name in used), *sorted(set(used) - set(PHASES))]
+
+
+def purposes(shares: Sequence[Share]) -> list[str]:
+    used = dict.fromkeys(name for each in shares for name in each.communication)
+    return [*(name for name in PURPOSES if name in used), *(name for name in used if name not in PURPOSES)]
+
+
+def _of(one: Share, purpose: str) -> Moving:
+    return one.communication.get(purpose, NOTHING)
+
+
+def _waited(shares: Sequence[Share]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for each in shares:
+        for moved in each.communication.values():
+            for rank, time in moved.waited_for.items():
+                if time > 0:
+                    found[rank] = found.get(rank, 0.0) + time
+    return found
+
+
+def _by_purpose(shares: Sequence[Share], name: str) -> dict[str, float]:
+    return {purpose: _mean(getattr(_of(each, purpose), name) for each in shares) for purpose in purposes(shares)}
+
+
+def _mean_work(shares: Sequence[Share]) -> dict[str, float]:
+    return {name: _mean(each.work.get(name, 0.0) for each in shares) for name in phases(shares)} or {OTHER: 0.0}
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else 0.0
+
+
+def _bytes(count: float) -> str:
+    return (
+        f"{count / 1e12:.3g} TB"
+        if count >= 1e12
+        else f"{count / 1e9:.3g} GB"
+        if count >= 1e9
+        else f"{count / 1e6:.3g} MB"
+    )
+
+
+NOTHING = Moving()
+WIDTH, FEW, MOST_WAITED = 80, 4, 5
+LEAST = 0.005
+"""A share of a step that rounds to nothing."""

@@ -1,0 +1,305 @@
+"""What `penstock profile` says of a breakdown: in one line, as a table, and as a page. tests/test_reports.py draws the pages."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import random
+import re
+import xml.etree.ElementTree
+
+import pytest
+
+import profiled
+from penstock.profiling.breakdown import PHASES, PURPOSES, Breakdown, Moving, Share
+from penstock.profiling.readers import load
+from penstock.profiling.record import Operation, Readings, Record, Wait
+from penstock.reports import Axis, Bars, Lines, Picture, Row, Stretch, Table, Timeline, render, timeline
+from penstock.tools.profile import report, steps
+from penstock.tools.profile.shown import answer, communication, division, table, unit, waited_for
+
+MS = profiled.MS
+
+
+def alone(**changes: object) -> Breakdown:
+    return Breakdown((dataclasses.replace(profiled.share(0), **changes),))  # type: ignore[arg-type]
+
+
+def moving(purpose: str = "data-parallel sync", *, wire_ms: float = 0, wait_ms: float = 0) -> dict[str, Moving]:
+    return {purpose: Moving(wire_ms * MS, wait_ms * MS)}
+
+
+# ------------------------------------------------------------------------------------------------------------- the answer
+
+
+@pytest.mark.parametrize(
+    ("breakdown", "want"),
+    [
+        (
+            profiled.breakdown(4),
+            "Ranks stand still for 35% of a step of 212 ms: 29% wire of data-parallel sync, 6% wait, mostly for rank 3",
+        ),
+        (
+            profiled.breakdown(1, None),
+            "Rank 0 stands still for 37% of a step of 212 ms: 29% wire of data-parallel sync, 8% wait",
+        ),
+        (
+            alone(communication=moving(wait_ms=106) | moving("tensor", wire_ms=21.2)),
+            "Rank 0 stands still for 60% of a step of 212 ms: 50% wait of data-parallel sync, 10% wire of tensor",
+        ),
+        (
+            alone(communication={}, work={"backward": 140.0 * MS, "other": 72.0 * MS}),
+            "Rank 0 computes without standing still: backward takes 66% of a step of 212 ms",
+        ),
+        (Breakdown(()), "No step was recorded"),
+        (
+            Breakdown(
+                (Share(0, 0, 0, 0.0, {}, {"all_reduce": Moving(hidden_wire_ns=2e7, bytes=1e10, operations=10)}),) * 2
+            ),
+            "2 processes were on average in collectives for 20 ms: 20 operations in all, 20 GB",
+        ),
+    ],
+)
+def test_the_answer_says_what_is_lost_and_to_what(breakdown: Breakdown, want: str) -> None:
+    """Shares of the mean step: the larger first, what it is for, and for whom the others wait if that is one rank."""
+    assert answer(breakdown) == want
+    assert " ".join(table(breakdown).split()).startswith(want)
+
+
+# -------------------------------------------------------------------------------------------------------------- the table
+
+
+def cells(shown: Table) -> dict[str, list[str]]:
+    return {line.cells[0]: list(line.cells[1:]) for line in shown.lines}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 5, 64, 1000])
+def test_a_table_fits_a_terminal(ranks: int) -> None:
+    """80 columns whatever the number of ranks, and its rows sum to the step in every column."""
+    found = profiled.breakdown(ranks, ranks // 2)
+    shown = table(found)
+    assert max(map(len, shown.splitlines())) <= 80 and len(shown.splitlines()) < 45
+    rows = cells(division(found))
+    for column in [0] if ranks > 4 else [0, *range(2, len(rows["whole step"]))]:
+        parts = sum(float(row[column]) for name, row in rows.items() if name != "whole step")
+        assert parts == pytest.approx(float(rows["whole step"][column]), abs=0.3)
+    percents = sum(int(row[1].rstrip("%")) for name, row in rows.items() if name != "whole step")
+    assert 96 <= percents <= 104
+
+
+def test_many_ranks_are_least_median_and_most() -> None:
+    """With which rank that is, unless all are alike."""
+    rows = cells(division(profiled.breakdown(64, 17)))
+    assert rows["backward"][2:] == ["70.0 (0)", "70.0", "81.0 (17)"]
+    assert rows["data-parallel sync: wait"][2:] == ["0.00 (17)", "17.0", "17.0 (0)"]
+    assert rows["optimizer"][2:] == ["8.00", "8.00", "8.00"]
+
+
+def test_communication_and_whom_ranks_wait_for() -> None:
+    """Exposed and hidden stand beside each other; the late rank is named with what it costs each of the others."""
+    found = profiled.breakdown(4)
+    rows = cells(communication(found))
+    assert rows["data-parallel sync"] == ["61.0", "12.8", "9.00", "4.00", "7", "41 MiB"]
+    waits = waited_for(found)
+    assert waits is not None and cells(waits) == {"rank 3": ["21.0", "100%"]}
+    assert waited_for(profiled.breakdown(1, None)) is None
+
+
+# --------------------------------------------------------------------------------------------------------------- the page
+
+
+def pictures(found: Breakdown, records: list[Record]) -> dict[str, Picture]:
+    page = report.page(found, records)
+    blocks = [block for section in page.sections for block in section.blocks]
+    return {each.name: each for each in [page.picture, *blocks] if isinstance(each, Picture)}
+
+
+@pytest.mark.parametrize("ranks", [1, 7, 8, 64])
+def test_bars_are_steps_of_ranks(ranks: int) -> None:
+    """Each is as long as its step, and tells what part of it the rank stands still; of many, some are chosen."""
+    found = profiled.breakdown(ranks, ranks // 2)
+    shown = pictures(found, [])
+    chart = shown["step"].chart
+    assert isinstance(chart, Bars) and len(chart.bars) <= report.FIRST_BARS
+    assert all(bar.value == pytest.approx(212) for bar in chart.bars)
+    labels = [bar.label for bar in chart.bars]
+    if ranks <= report.FIRST_BARS:
+        assert labels == [f"rank {rank}" for rank in range(ranks)] and "every" not in shown
+    else:
+        assert labels[:2] == ["mean of all", f"rank {ranks // 2}"] and "every" in shown
+
+
+def test_a_timeline_shows_what_was_planted() -> None:
+    """Rank 3 comes 17 ms late to each all-reduce: the others wait that long for the first, and it never waits. What is drawn of
+    each is as long as it was, on one clock."""
+    records = profiled.records(4)
+    chart = pictures(profiled.breakdown(4), records)["moments"].chart
+    assert isinstance(chart, Timeline) and chart.length == pytest.approx(212)
+    assert [row.heading for row in chart.rows if row.heading] == ["rank 0", "rank 1", "rank 2", "rank 3", "links"]
+    network = [row for row in chart.rows if row.label == "network"]
+
+    def lengths(row: Row, colour: str) -> float:
+        return sum(each.end - each.start for each in row.stretches if each.colour == colour)
+
+    for row in network[:3]:
+        assert lengths(row, steps.WAIT) == pytest.approx(17 + 9) and lengths(row, steps.WIRE) == pytest.approx(11 + 88)
+    assert lengths(network[3], steps.WAIT) == 0 and lengths(network[3], steps.WIRE) == pytest.approx(11 + 88)
+    thread = chart.rows[0]
+    assert lengths(thread, steps.WIRE) == pytest.approx(75 + 5, abs=1.1) and lengths(
+        thread, "series-3"
+    ) == pytest.approx(3)
+
+
+def test_rates_are_differences_of_counters() -> None:
+    """By host once, whatever ranks have the readings; a counter that starts anew is no negative rate; what never moves is left
+    out, and few points stand for many."""
+    records = profiled.records(4)
+    found = steps.rates(records)
+    assert [(each.host, each.interface) for each in found] == [("a", "eth0"), ("b", "eth0")]
+    assert max(found[0].tx) == pytest.approx(2.4e6 / 0.02) and max(found[0].rx) == pytest.approx(0.9 * 2.4e6 / 0.02)
+    one = Record(
+        records[0].header,
+        readings=[Readings(i * MS, {"e.rx_bytes": i % 50 * 1e3, "e.tx_bytes": i}) for i in range(5000)],
+    )
+    (rates,) = steps.rates([one])
+    assert min(rates.rx) >= 0 and len(rates.seconds) <= steps.MOST_POINTS
+    assert rates.tx == pytest.approx([1e3] * len(rates.tx))
+
+
+def test_without_readings_or_samples_the_page_says_how_to_get_them() -> None:
+    """In place of the pictures; a file of sums has neither heading."""
+    bare = [dataclasses.replace(each, readings=[], samples=[]) for each in profiled.records(2)]
+    text = render(report.page(profiled.breakdown(2, 0), bare))
+    headings = [section.title for section in report.page(profiled.breakdown(2, 0), []).sections]
+    assert headings == ["Where a step goes", "Communication", "How this was measured", "Problems"]
+    assert "every 100\u00a0ms" in text and "There is no sample of a step" in text
+    assert [*pictures(profiled.breakdown(2, 0), bare)] == ["step"]
+
+
+@pytest.mark.parametrize(
+    ("breakdown", "want"),
+    [
+        (alone(communication=moving(wire_ms=60)), "how much of the link"),
+        (alone(communication=moving(wait_ms=60)), "wait for each other"),
+        (alone(communication=moving("embedding sync", wait_ms=60)), "bubble"),
+        (alone(communication={}, work={"loading": 60.0 * MS, "other": 152.0 * MS}), "num_workers"),
+        (alone(communication={}, work={"backward": 212.0 * MS}), "perfetto"),
+        (Breakdown(()), "torchrun"),
+    ],
+)
+def test_the_next_step_follows_from_the_largest_part(breakdown: Breakdown, want: str) -> None:
+    """Unless the verb gives a better one."""
+    following = report.page(breakdown, []).next
+    assert want in following.text + following.command
+    mine = report.Next("Mine.")
+    assert report.page(breakdown, [], mine).next is mine
+
+
+def test_a_page_of_nothing_says_why() -> None:
+    """Problems stand above everything else where there is nothing else; otherwise they have a section."""
+    text = render(report.page(Breakdown((), problems=("the disk was full",)), []))
+    assert "Problem: the disk was full" in text[: text.index("<svg")]
+    text = render(report.page(profiled.breakdown(2), []))
+    assert "its rank was stopped" in text[text.index("Problems</h2>") :] and 'role="alert"' not in text
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_breakdown_has_a_table_and_a_page(seed: int) -> None:
+    """Zeros, unknown names, ranks with and without steps, times from ns to hours, records that fit or do not."""
+    random_of = random.Random(seed)
+    scale = 10 ** random_of.uniform(1, 13)
+
+    def time_ns() -> float:
+        return random_of.choice((0.0, random_of.random() * scale))
+
+    shares = []
+    for rank in sorted(random_of.sample(range(100), random_of.randrange(12))):
+        work = {name: time_ns() for name in random_of.sample([*PHASES, "a phase of later"], 4)}
+        moved = {
+            name: Moving(
+                time_ns(),
+                time_ns(),
+                time_ns(),
+                time_ns(),
+                time_ns(),
+                random_of.random() * 9,
+                {random_of.randrange(99): time_ns()},
+            )
+            for name in random_of.sample([*PURPOSES, "[bold]a purpose of later"], random_of.randrange(4))
+        }
+        step = sum(work.values()) + sum(each.exposed_ns for each in moved.values())
+        shares.append(Share(rank, random_of.randrange(3), random_of.randrange(2), step, work, moved))
+    found = Breakdown(tuple(shares), {"a": (0.0, 0.0), "b": (time_ns(), time_ns())}, ("a [problem]",), ("a <note>",))
+    records = [profiled.record(rank, 200, steps=random_of.randrange(4)) for rank in random_of.sample(range(100), 3)]
+    for each in records:
+        each.samples = [one for one in each.samples if random_of.random() < 0.7]
+    shown = table(found)
+    assert max(map(len, shown.splitlines())) <= 80 and "nan" not in shown
+    page = report.page(found, records)
+    assert page.answer.startswith(shown.split(" ")[0])
+    for picture in pictures(found, records).values():
+        if isinstance(picture.chart, Timeline):
+            for drawing in re.findall(r"<svg.*?</svg>", timeline.both_widths(picture.chart, picture.see), re.DOTALL):
+                xml.etree.ElementTree.fromstring(drawing)
+        else:
+            assert isinstance(picture.chart, Bars | Lines)
+    if seed < 3:
+        assert "nan" not in render(page)
+
+
+def test_what_a_trace_of_a_device_says(tmp_path: pathlib.Path) -> None:
+    """From the file to the page: the moments of a step are drawn with the waits of its record."""
+    (tmp_path / "t.json").write_text(json.dumps(profiled.cuda_trace()))
+    records = load(tmp_path / "t.json")
+    assert isinstance(records, list)
+    found = Breakdown((Share(0, 2, 2, 100.0 * MS, {"backward": 90.0 * MS}, moving(wire_ms=10)),))
+    chart = pictures(found, records)["moments"].chart
+    assert isinstance(chart, Timeline)
+    thread = chart.rows[0].stretches
+    assert sum(each.end - each.start for each in thread if each.colour == steps.WIRE) == pytest.approx(10)
+    assert (
+        report.page(found, records).setting
+        == "1 rank on 1 host (torch.profiler, nccl); mean of 2 steps, 2 of them seen by torch's profiler."
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ the timeline
+
+
+def test_a_timeline_of_many_stretches_stays_small() -> None:
+    """100,000 stretches in a row make drawings of less than 400 kB together, since what is thinner than a pixel joins its
+    neighbour; what leaves the axis is cut off."""
+    stretches = [Stretch(i, i + 0.5, f"grey-{i // 50 % 3 + 1}") for i in range(100_000)]
+    chart = Timeline(Axis("time", "ms"), 90_000.0, [Row("<a>", stretches), Row("empty", [])])
+    text = timeline.both_widths(chart, 'what "it" is')
+    assert len(text) < 400_000
+    wide, narrow = (xml.etree.ElementTree.fromstring(each) for each in re.findall(r"<svg.*?</svg>", text, re.DOTALL))
+    assert wide.attrib["aria-label"] == 'what "it" is' and wide.attrib["role"] == "img"
+    right = max(float(x) for x in re.findall(r"M([\d.]+) ", text[: text.index("</svg>")]))
+    assert right <= 820 and narrow.attrib["viewBox"].startswith("0 0 390")
+    timeline.both_widths(Timeline(Axis("time", "ms"), 0.0, []), "nothing")
+
+
+def test_units_fit() -> None:
+    """One for all times of a table."""
+    assert [unit(each).name for each in (5e2, 2e6, 9.9e9, 1e10)] == ["µs", "ms", "ms", "s"]
+    assert [unit(1e6).text(each) for each in (1234.5e6, 12.345e6, 1.2345e6, 0)] == ["1,234", "12.3", "1.23", "0.00"]
+
+
+def test_a_send_waits_for_its_receive() -> None:
+    """The timeline joins the two ends of a transfer by sender and receiver, not by name."""
+    records = profiled.records(2)
+    for each, name, peer, start in zip(records, ("send", "recv"), (1, 0), (10, 30), strict=True):
+        shift = -1_250_000 if each.header.rank else 0
+        begin = each.steps[-1].start_ns - shift
+        told = Operation(name, "pp", 0, begin + start * MS + shift, begin + 50 * MS + shift, 8, 2, peer, "")
+        each.samples = [dataclasses.replace(each.samples[-1], operations=(told,))]
+        each.steps[-1] = dataclasses.replace(
+            each.steps[-1], waits=(Wait(begin + 10 * MS + shift, begin + 50 * MS + shift),)
+        )
+    chart = pictures(profiled.breakdown(2, None), records)["moments"].chart
+    assert isinstance(chart, Timeline)
+    sender = next(row for row in chart.rows if row.label == "network")
+    by_colour = {each.colour: each.end - each.start for each in sender.stretches}
+    assert by_colour == pytest.approx({steps.WAIT: 20, steps.WIRE: 20})
