@@ -1,7 +1,7 @@
 """The system's counters, read from /proc, /sys and netlink: what `sampler.py` writes down (docs/reference/profile-counters.md).
 
-Each class is one source, made once. It keeps its files open, so that a reading costs microseconds; what is not there on this system
-it names in `absent`, once. Processes, threads, sockets and interfaces may vanish between any two lines.
+Each class is one source, made once. It keeps its files open, so that a reading costs microseconds; `absent` names what this
+system does not have. Processes, threads, sockets and interfaces may vanish between any two lines.
 
 Why not psutil, the library for it? `pip install penstock` must not bring it, it has neither the state of TCP nor waits for a
 processor, and it opens and parses its files anew in every call.

@@ -1,8 +1,8 @@
 """Writes counters of the system down, as a process of its own beside the ranks of a host: `python -m penstock.profiling.sampler`.
 
-One process a host, that is, a network namespace, so that what it reads is counted once, and the ranks spend nothing on it. It ends
-when the ranks have ended, or on SIGTERM. What it costs and writes is bounded: sources that change slowly or cost more are read
-less often, and when the file has grown by `GROWTH_BYTES` the period doubles (docs/reference/profile-counters.md).
+One process a host, that is, a network namespace, so that what it reads is counted once, and the ranks spend no time on it. It
+ends when the ranks have ended, or on SIGTERM. What it costs and writes is bounded: sources that change slowly or cost more are
+read less often, and when the file has grown by `GROWTH_BYTES` the period doubles (docs/reference/profile-counters.md).
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ class Sampler:
         self._streams = Streams()
         self._system = System()
         self._gpus: Gpus | None = None
+        self._start_ns = 0
         self._said: set[str] = set()
         self._written = 0
         self._since_doubling = 0
         self._due: dict[str, int] = {}
         self._discovery_ns = FIRST_DISCOVERY_NS
-        self._write(line(_header(pids, host)))
+        named = path.stem.removeprefix("host-") if path.name.startswith("host-") else socket.gethostname()
+        self._write(line(_header(pids, host or named)))
 
     @property
     def is_needed(self) -> bool:
@@ -51,6 +53,7 @@ class Sampler:
         Raises: OSError, if it cannot be written. The file then ends with a whole line.
         """
         values: Values = {}
+        self._start_ns = self._start_ns or now_ns
         if self._is_due("discovery", now_ns, self._discovery_ns):
             self._discover(now_ns)
         self._interfaces.read(values)
@@ -59,7 +62,8 @@ class Sampler:
         streams_ns = max(STREAMS_NS, self._streams.count // 16 * self.period_ns)
         if self._is_due("streams", now_ns, streams_ns) and not self._streams.read(values):
             self._hurry(now_ns)
-        slow_ns = max(SLOW_NS, self.period_ns)
+        # A short run has few readings; so there are more of them at first.
+        slow_ns = max(STREAMS_NS if now_ns < self._start_ns + EARLY_NS else SLOW_NS, self.period_ns)
         if self._is_due("slow", now_ns, slow_ns):
             self._processes.details(values)
             self._system.read(values)
@@ -68,7 +72,7 @@ class Sampler:
             self._gpus.read(values)
         if self._is_due("limits", now_ns, LIMITS_NS):
             self._interfaces.limits(values)
-        if self._is_due("stream", now_ns, max(slow_ns, self._streams.count * SLOW_NS // 32)):
+        if self._is_due("stream", now_ns, max(slow_ns, self._streams.count * slow_ns // 64)):
             self._streams.details(values)
         self._write(line(Readings(now_ns, values)))
         self._say_absent(now_ns)
@@ -140,7 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pids", required=True, help="the ranks on this host, with commas")
     parser.add_argument("--out", required=True, type=Path, help="the file to write")
     parser.add_argument("--period-ms", type=float, default=100, help="10 or more; 100 by default")
-    parser.add_argument("--host", help="as in the ranks' files; by default the machine's name")
+    parser.add_argument(
+        "--host", help="as in the ranks' files; by default what stands in the file's name, host-NAME.jsonl"
+    )
     given = parser.parse_args(arguments)
     try:
         pids = [int(pid) for pid in given.pids.split(",")]
@@ -176,12 +182,13 @@ FIRST_DISCOVERY_NS = 500_000_000
 LAST_DISCOVERY_NS = 16_000_000_000
 SLOW_NS = 2_000_000_000
 STREAMS_NS = 500_000_000
+EARLY_NS = 10_000_000_000
 LIMITS_NS = 30_000_000_000
 
 GROWTH_BYTES = 64 << 20
 
 
-def _header(pids: Sequence[int], host: str | None) -> Header:
+def _header(pids: Sequence[int], host: str) -> Header:
     """Of the first rank here; `about` says that these are counters, and of whom."""
     ranks, world = {}, 1
     for pid in pids:
@@ -198,7 +205,7 @@ def _header(pids: Sequence[int], host: str | None) -> Header:
     return Header(
         rank=first,
         world=max(world, first + 1),
-        host=socket.gethostname() if host is None else host,
+        host=host,
         pid=os.getpid(),
         start_ns=time.monotonic_ns(),
         wall_ns=time.time_ns(),
