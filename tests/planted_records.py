@@ -244,7 +244,10 @@ class _Counters:
         step_s = end_s - start_s
         key = f"pid.{self.pid}."
         steady[f"{key}thread.{self.pid}.python.queued_s"] = job.queued.get(self.host, 0.0) / step_s
-        steady[f"{key}thread.{self.pid}.python.cpu_s"] = job.compute_s / step_s
+        ran_s = job.compute_s + sum(
+            more for (rank, phase), more in job.more.items() if rank == self.host and phase != "loading"
+        )
+        steady[f"{key}thread.{self.pid}.python.cpu_s"] = (ran_s - job.queued.get(self.host, 0.0)) / step_s
         steady[f"{key}disk_read_bytes"] = job.disk.get(self.host, 0.0) / step_s
         steady["disk.vda.busy_s"] = 0.8 * (job.loading_s / step_s) if job.disk.get(self.host) else 0.001
         steady["pressure.io_s"] = steady["disk.vda.busy_s"]

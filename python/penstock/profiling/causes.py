@@ -93,6 +93,13 @@ def _waits(measures: Measures) -> Iterator[Cause]:
     count = len(measures.ranks)
     # What the last one costs is what the mean of the others waits for it.
     late = {rank: ns / max(1, count - 1) for rank, ns in late.items()}
+    if count > 1:
+        # Where the clocks of hosts are not known well enough to tell waits from wire, this tells still: a rank that all wait for
+        # stands still for less than they do.
+        still = {rank.number: rank.exposed_wire_ns + rank.exposed_wait_ns for rank in measures.ranks}
+        least = min(still, key=lambda rank: still[rank])
+        others_ns = measures.median(ns for rank, ns in still.items() if rank != least)
+        late[least] = max(late.get(least, 0.0), others_ns - still[least])
     total = sum(late.values())
     yield from _bubble(measures)
     if total <= 0:
@@ -118,6 +125,7 @@ def _straggler(measures: Measures, number: int, waited_ns: float) -> Cause:
     more = {
         phase: ns - measures.median(other.share.work.get(phase, 0.0) for other in others)
         for phase, ns in rank.share.work.items()
+        if phase != "profiler"
     }
     excess_ns = sum(ns for ns in more.values() if ns > 0)
     gain_ns = min(waited_ns, excess_ns) if excess_ns > 0 else waited_ns
@@ -142,10 +150,11 @@ def _straggler(measures: Measures, number: int, waited_ns: float) -> Cause:
 
 
 def _queued_beyond(measures: Measures, rank: Rank) -> float:
-    """How much longer a rank's training thread waits for a processor than those of the others do."""
-    others = [each.training_queued_ns for each in measures.ranks if each.number != rank.number]
-    usual = measures.median(ns for ns in others if ns is not None)
-    return max(0.0, (rank.training_queued_ns or 0.0) - usual)
+    """How much longer a rank's training thread waits for a processor than those of the others would for what it ran: on a busy
+    host who runs more also queues more, and that is not why."""
+    others = [other for other in measures.ranks if other.number != rank.number and other.training_queued_ns is not None]
+    usual = measures.median((other.training_queued_ns or 0.0) / max(1e6, other.training_cpu_ns) for other in others)
+    return max(0.0, (rank.training_queued_ns or 0.0) - usual * rank.training_cpu_ns)
 
 
 def _bubble(measures: Measures) -> Iterator[Cause]:
@@ -174,7 +183,11 @@ def _bubble(measures: Measures) -> Iterator[Cause]:
 
 def _wire(measures: Measures) -> Iterator[Cause]:
     """What makes the exposed time in which bytes move as long as it is: the first rule that holds."""
-    cost_ns = measures.median(rank.exposed_wire_ns for rank in measures.ranks)
+    # Bytes move on all ranks alike. What some stand still for beyond that is a wait, whatever the clocks made of it.
+    cost_ns = min(
+        measures.median(rank.exposed_wire_ns for rank in measures.ranks),
+        min(rank.exposed_wire_ns + rank.exposed_wait_ns for rank in measures.ranks),
+    )
     if cost_ns < LEAST_SHARE * measures.step_ns:
         return
     links = sorted(measures.links, key=lambda link: -(link.share or 0.0))
@@ -202,7 +215,9 @@ def _second_job(measures: Measures, links: Sequence[Link], cost_ns: float) -> Ca
     if link.limit is None or link.share is None:
         return None
     foreign = link.foreign_bytes_per_s / link.limit.bytes_per_s
-    if foreign < FOREIGN or (link.limit.is_known and link.share < NEARLY_FULL):
+    if foreign < (FOREIGN if link.limit.is_known else FOREIGN_OF_HIGHEST):
+        return None
+    if link.limit.is_known and link.share < NEARLY_FULL:
         return None
     text = (
         f"{_mbit(link.foreign_bytes_per_s)} on {link.interface} of {link.host} are not the ranks', "
@@ -377,7 +392,8 @@ def _copies(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cause 
 
 def _work(measures: Measures) -> Iterator[Cause]:
     """Phases that all ranks spend their time in."""
-    loading = measures.median(rank.share.work.get("loading", 0.0) for rank in measures.ranks)
+    # What all spend: if one spends more, the others wait for it, and `_waits` has it.
+    loading = min(rank.share.work.get("loading", 0.0) for rank in measures.ranks)
     if loading > 0:
         slowest = max(measures.ranks, key=lambda rank: rank.share.work.get("loading", 0.0))
         numbers = {"loading_ms": loading / 1e6}
@@ -386,13 +402,13 @@ def _work(measures: Measures) -> Iterator[Cause]:
         )
         yield dataclasses.replace(cause, rank=None)
     for phase in ("checkpoint", "evaluation"):
-        spent = measures.median(rank.share.work.get(phase, 0.0) for rank in measures.ranks)
+        spent = min(rank.share.work.get(phase, 0.0) for rank in measures.ranks)
         yield Cause(phase, phase, f"{_ms(spent)} a step go to {phase}, in the mean", CHANGES[phase], spent)
     queued = [rank.training_queued_ns for rank in measures.ranks if rank.training_queued_ns is not None]
-    usual = min(measures.median(queued), measures.median(rank.compute_ns for rank in measures.ranks))
+    usual = min([*queued, *(rank.compute_ns for rank in measures.ranks)]) if queued else 0.0
     text = f"the training thread of each rank could have run for {_ms(usual)} a step more, and found no free processor"
     yield Cause("contention", "compute", text, CHANGES["contention"], usual, usual, numbers={"queued_ms": usual / 1e6})
-    compute = measures.median(rank.compute_ns for rank in measures.ranks)
+    compute = min(rank.compute_ns for rank in measures.ranks)
     share = compute / measures.step_ns
     text = f"the ranks compute for {_ms(compute)} a step, {share:.0%} of it"
     change = "faster devices, a smaller model, or lower precision: communication and input do not bound this part"
@@ -487,6 +503,8 @@ QUEUED_OF_EXCESS = 0.4
 QUEUED_OF_WIRE = 0.3
 FOREIGN = 0.1
 """Of a link's limit: headers, acknowledgements and connections that were not seen are some percent."""
+FOREIGN_OF_HIGHEST = 0.3
+"""Of the highest rate that was seen, which may be far below what the link can carry."""
 NEARLY_FULL = 0.6
 FULL = 0.75
 """A collective does not fill a link at its start, at its end and between its hops; large all-reduces of Penstock reach 0.94."""

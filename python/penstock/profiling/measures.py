@@ -31,6 +31,8 @@ class Rank:
     bytes: float
     training_queued_ns: float | None
     """How long the training thread could have run, and no processor was free; None if nobody counted it."""
+    training_cpu_ns: float
+    """How long it ran, as far as that was counted."""
     communication_queued_ns: float
     """The same of the busiest thread that communicates."""
     communication_cpu_ns: float
@@ -132,6 +134,7 @@ class Measures:
         host = self._hosts.get(record.header.host) if record is not None else None
         moving = share.communication.values()
         queued: float | None = None
+        ran = 0.0
         communication = (0.0, 0.0)
         disk = 0.0
         if record is not None and host is not None:
@@ -145,12 +148,12 @@ class Measures:
             for name in threads:
                 _, _, _, number, thread = name.removesuffix(".cpu_s").removesuffix(".queued_s").split(".", 4)
                 if int(number) == record.header.pid and name.endswith(".queued_s"):
-                    queued = rate(name) * 1e9
+                    queued, ran = rate(name) * 1e9, rate(name.replace(".queued_s", ".cpu_s")) * 1e9
                 elif name.endswith(".cpu_s") and _COMMUNICATES.search(thread):
                     times = rate(name) * 1e9, rate(name.replace(".cpu_s", ".queued_s")) * 1e9
                     communication = max(communication, times)
             if queued is None and f"{prefix}queued_s" in host.counters:
-                queued = rate(f"{prefix}queued_s") * 1e9
+                queued, ran = rate(f"{prefix}queued_s") * 1e9, rate(f"{prefix}cpu_s") * 1e9
             disk = rate(f"{prefix}disk_read_bytes") + rate(f"{prefix}workers.disk_read_bytes")
         return Rank(
             share,
@@ -163,6 +166,7 @@ class Measures:
             operations=sum(one.operations for one in moving),
             bytes=sum(one.bytes for one in moving),
             training_queued_ns=queued,
+            training_cpu_ns=ran,
             communication_queued_ns=communication[1],
             communication_cpu_ns=communication[0],
             disk_bytes=disk,
