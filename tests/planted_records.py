@@ -83,8 +83,11 @@ def _capped_link(job: Job, given: random.Random) -> Expected:
     job.links[host] = job.link / given.uniform(4, 12)
     job.foreign[host] = job.links[host] * given.uniform(0, 0.01)
     job.gradient_bytes = job.compute_s * given.uniform(0.5, 2) * job.links[host]
-    # A full queue drops, which costs nothing where the link is full anyway.
-    job.resent = dict.fromkeys(job.resent, given.uniform(0, 0.02))
+    # A full queue drops: where senders do not notice soon, many times.
+    is_overrun = given.random() < 0.5
+    job.resent = dict.fromkeys(job.resent, given.uniform(0.05, 0.3) if is_overrun else given.uniform(0, 0.02))
+    if is_overrun:
+        job.efficiency = given.uniform(0.5, 0.7)
     return Expected("link", host=f"h{host}")
 
 
@@ -285,11 +288,16 @@ class _Counters:
     def _read(self, now_s: float) -> None:
         """Interfaces always, streams' sums every half second, and the rest as well at first, later every two seconds."""
         names = [name for name in self.totals if name.startswith("nic.")]
+        rtt_us = 100 * (
+            self.job.random.uniform(6, 50) if self.host in self.job.links else self.job.random.uniform(1, 3)
+        )
         if self.ticks % 5 == 0:
             names += [name for name in self.totals if name.startswith("streams.")]
         if self.ticks % (5 if self.ticks < 100 else 20) == 0:
             names = list(self.totals)
         values = {name: self.totals[name] for name in names}
+        for number in range(self.job.streams if len(names) == len(self.totals) else 0):
+            values |= {f"stream.{number}.rtt_us": rtt_us, f"stream.{number}.least_rtt_us": 100.0}
         if self.ticks == 0 and self.job.is_limit_known:
             values["nic.eth0.shaped_bytes_per_s"] = self.job.links.get(self.host, self.job.link)
         self.readings.append(Readings(_ns(now_s), values))

@@ -209,7 +209,7 @@ HAS_PROFILE = importlib.util.find_spec("penstock.tools.profile") is not None
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(fault, marks=[] if fault == "one-flow cap" else [pytest.mark.release])
+        pytest.param(fault, marks=[] if fault == "retransmissions" else [pytest.mark.release])
         for fault in planted_faults.FAULTS
     ],
 )
@@ -217,8 +217,8 @@ def test_a_planted_fault_is_found_in_a_real_training(tmp_path: pathlib.Path, fau
     """`penstock profile` of a training on emulated hosts with one thing wrong names that first."""
     plan = planted_faults.drawn(fault, 1)
     found = planted_faults.profiled(plan, tmp_path / "profile")
-    shown = "\n".join(f"{each.kind}: {each.text}" for each in found)
-    assert planted_faults.is_found(plan, found), f"{plan}\n{shown}"
+    shown = "\n".join(f"{each.kind}: {each.text}" for each in found.causes)
+    assert planted_faults.is_found(plan, found), f"{plan}\n{found.hosts}\n{shown}"
 
 
 def first(job: planted_records.Job) -> Cause:

@@ -238,7 +238,7 @@ def _full_link(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cau
         link
         for link in links
         if link.limit is not None
-        and (link.share or 0.0) >= (FULL if link.limit.is_known else PLATEAU)
+        and (link.share or 0.0) >= (_full_from(links) if link.limit.is_known else PLATEAU)
         and (link.limit.is_known or len(link.streams) > 1)
     ]
     if not full:
@@ -248,6 +248,9 @@ def _full_link(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cau
         f"{link.interface} of {link.host} is full: {_mbit(link.on_wire_bytes_per_s)} while there is something to send, "
         f"{min(1.0, link.share or 0.0):.0%} of {_limit(link)}"
     )
+    if link.limit is not None and link.limit.is_known and (link.share or 0.0) < FULL:
+        resent = max(other.resent_share for other in links)
+        text += f"; the queue before it overflows: {resent:.0%} of what a host sends is sent again, and senders wait"
     change = "half the bytes: penstock.torch.ddp_hook(model, wire=torch.float16), or GradientReducer(model, wire=torch.float16)"
     if any(sum(rank.host == other.host for rank in measures.ranks) > 1 for other in links) and len(links) > 1:
         change += "; PENSTOCK_ALGORITHM=hierarchical sends once a host"
@@ -255,11 +258,23 @@ def _full_link(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cau
     return Cause("link", "wire", text, change, cost_ns, cost_ns / 2, None, link.host, link.interface, _numbers(link))
 
 
+def _full_from(links: Sequence[Link]) -> float:
+    """From which share on a link counts as full. Where the queue before one overflows, senders wait at times, and it empties."""
+    stretch = max((_stretch(link) for link in links), default=0.0)
+    return CONGESTED if any(link.resent_share >= LOSSY for link in links) and stretch >= QUEUES else FULL
+
+
+def _stretch(link: Link) -> float:
+    """How many times as long as the shortest a round trip takes, in the median stream."""
+    known = [stream.rtt_us / stream.least_rtt_us for stream in link.streams if stream.least_rtt_us > 0]
+    return sorted(known)[len(known) // 2] if known else 0.0
+
+
 def _small_buckets(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cause | None:
-    rank = max(measures.ranks, key=lambda each: each.wire_ns)
+    rank = max(measures.ranks, key=measures.wire_ns)
     if rank.operations < MANY_OPERATIONS:
         return None
-    each_ns, each_bytes = rank.wire_ns / rank.operations, rank.bytes / rank.operations
+    each_ns, each_bytes = measures.wire_ns(rank) / rank.operations, rank.bytes / rank.operations
     most = max((link.limit.bytes_per_s for link in links if link.limit is not None), default=math.inf)
     moving_ns = each_bytes / most * 1e9
     if each_bytes > SMALL_BYTES or each_ns > SMALL_NS or moving_ns > each_ns / 2:
@@ -304,24 +319,24 @@ def _retransmissions(measures: Measures, links: Sequence[Link], cost_ns: float) 
 
 def _busy_core(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cause | None:
     """The thread that moves the bytes has no processor, or uses all of one."""
-    rank = max(measures.ranks, key=lambda each: each.communication_queued_ns / max(1.0, each.wire_ns))
-    queued = rank.communication_queued_ns / max(1.0, rank.wire_ns)
+    rank = max(measures.ranks, key=lambda each: each.communication_queued_ns / max(1.0, measures.wire_ns(each)))
+    queued = rank.communication_queued_ns / max(1.0, measures.wire_ns(rank))
     if queued >= QUEUED_OF_WIRE:
         text = (
             f"the thread of rank {rank.number} that moves bytes could have run for {_ms(rank.communication_queued_ns)} a step "
             "more, and found no free processor"
         )
-        numbers = {"queued_ms": rank.communication_queued_ns / 1e6, "wire_ms": rank.wire_ns / 1e6}
+        numbers = {"queued_ms": rank.communication_queued_ns / 1e6, "wire_ms": measures.wire_ns(rank) / 1e6}
         gain_ns = cost_ns * min(1.0, queued)
         return Cause(
             "contention", "wire", text, CHANGES["contention"], gain_ns, gain_ns, rank.number, rank.host, numbers=numbers
         )
-    rank = max(measures.ranks, key=lambda each: each.communication_cpu_ns / max(1.0, each.wire_ns))
-    busy = rank.communication_cpu_ns / max(1.0, rank.wire_ns)
+    rank = max(measures.ranks, key=lambda each: each.communication_cpu_ns / max(1.0, measures.wire_ns(each)))
+    busy = rank.communication_cpu_ns / max(1.0, measures.wire_ns(rank))
     if busy < BUSY_CORE:
         return None
     text = f"the thread of rank {rank.number} that moves and adds bytes is busy for {busy:.0%} of the time on the wire"
-    numbers = {"thread_ms": rank.communication_cpu_ns / 1e6, "wire_ms": rank.wire_ns / 1e6}
+    numbers = {"thread_ms": rank.communication_cpu_ns / 1e6, "wire_ms": measures.wire_ns(rank) / 1e6}
     shares = [link.share for link in links if link.share is not None and link.limit is not None and link.limit.is_known]
     gain_ns = cost_ns * (1 - max([1 / FOUR_THREADS, *(min(1.0, share / FULL) for share in shares)]))
     return Cause(
@@ -375,8 +390,9 @@ def _copies(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cause 
     hosts = {rank.host for rank in measures.ranks}
     if moved <= 0 or crossed > INSIDE * moved or len(measures.ranks) < 2 or len(hosts) > 1 or "" in hosts:
         return None
-    rank = max(measures.ranks, key=lambda each: each.wire_ns)
-    rate = rank.bytes / rank.wire_ns * 1e9 if rank.wire_ns > 0 else 0.0
+    rank = max(measures.ranks, key=measures.wire_ns)
+    wire_ns = measures.wire_ns(rank)
+    rate = rank.bytes / wire_ns * 1e9 if wire_ns > 0 else 0.0
     numbers = {"bytes_per_step": moved, "bytes_per_s": rate, "loopback_bytes_per_step": measures.loopback_bytes}
     if measures.loopback_bytes > INSIDE * moved:
         text = f"ranks of one host reduce {_mbit(rate)} through TCP on the loopback, which copies every byte twice"
@@ -508,6 +524,9 @@ FOREIGN_OF_HIGHEST = 0.3
 NEARLY_FULL = 0.6
 FULL = 0.75
 """A collective does not fill a link at its start, at its end and between its hops; large all-reduces of Penstock reach 0.94."""
+CONGESTED = 0.4
+QUEUES = 4.0
+"""Times the shortest round trip. Losses of a bad cable come without a queue."""
 PLATEAU = 0.8
 MANY_OPERATIONS = 8
 SMALL_BYTES = 256 << 10

@@ -28,16 +28,23 @@ class Interfaces:
 
     def __init__(self) -> None:
         self._file = os.open("/proc/self/net/dev", os.O_RDONLY | os.O_CLOEXEC)
-        self._first: dict[bytes, bytes] = {}
+        self._shown: set[bytes] = set()
         self.absent: list[str] = []
 
     def read(self, values: Values) -> None:
-        """Interfaces that have not carried anything since the first reading are left out."""
+        """Interfaces that have never carried anything are left out."""
         for line in _all(self._file).splitlines()[2:]:
             name, _, numbers = line.partition(b":")
-            if self._first.setdefault(name, numbers) == numbers:
-                continue
             fields = numbers.split()
+            if fields[0] == fields[8] == b"0":
+                continue
+            if name not in self._shown:
+                # A host of containers has hundreds, and those that the machine was made with come first.
+                if len(self._shown) == MOST_INTERFACES:
+                    if not self.absent:
+                        self.absent.append(f"interfaces beyond the first {MOST_INTERFACES}")
+                    continue
+                self._shown.add(name)
             key = f"nic.{name.strip().decode(errors='replace')}."
             values[key + "rx_bytes"] = int(fields[0])
             values[key + "rx_packets"] = int(fields[1])
@@ -58,8 +65,8 @@ class Interfaces:
             if name == "lo":
                 continue
             speed = _number(f"/sys/class/net/{name}/speed")
-            # A driver that does not know says -1; veth says 10 Gbit/s, whatever it can do.
-            if speed is not None and speed > 0 and not _is_virtual(name):
+            # A driver that does not know says -1.
+            if speed is not None and speed > 0 and _is_physical(name):
                 values[f"nic.{name}.speed_bytes_per_s"] = speed * 1e6 / 8
             if index in shaped:
                 values[f"nic.{name}.shaped_bytes_per_s"] = shaped[index]
@@ -150,6 +157,7 @@ class Streams:
             values[key + "rx_bytes"] = info.received_bytes
             values[key + "busy_us"] = info.busy_us
             values[key + "rtt_us"] = info.rtt_us
+            values[key + "least_rtt_us"] = info.least_rtt_us
             values[key + "cwnd_bytes"] = info.cwnd * info.segment_bytes
             values[key + "delivery_bytes_per_s"] = info.delivery_bytes_per_s
             values[key + "retransmits"] = info.retransmits
@@ -311,7 +319,7 @@ class _Process:
         return found
 
     def threads(self) -> Values:
-        """How long all threads have waited for a processor; and by name the busiest ones, and those that once were."""
+        """How long all threads have waited for a processor; by name those that ran or waited most, and those that once did."""
         found: Values = {}
         busy: list[tuple[int, int]] = []
         now: dict[int, tuple[int, int]] = {}
@@ -323,14 +331,14 @@ class _Process:
             now[number] = (int(ran), int(queued))
             before = self._before.get(number, (0, 0))
             self._queued_ns += now[number][1] - before[1]
-            busy.append((now[number][0] - before[0], number))
+            busy.append((sum(now[number]) - sum(before), number))
         for number in self._threads.keys() - now.keys():
             os.close(self._threads.pop(number)[0])
             self._shown.discard(number)
         self._before = now
         busy.sort(reverse=True)
         room = MOST_THREADS_SHOWN - len(self._shown)
-        fresh = [number for ran, number in busy if ran > 10_000_000 and number not in self._shown]
+        fresh = [number for wanted, number in busy if wanted > 10_000_000 and number not in self._shown]
         self._shown.update(fresh[: max(0, room)])
         if now:
             found["queued_s"] = round(self._queued_ns / 1e9, 5)
@@ -435,6 +443,7 @@ class System:
             return b""
 
 
+MOST_INTERFACES = 16
 MOST_STREAMS = 4096
 MOST_WORKERS = 256
 MOST_THREADS = 512
@@ -502,8 +511,11 @@ def _place(place: tuple[bytes, int]) -> str:
     return f"{text}:{port}" if family == socket.AF_INET else f"[{text}]:{port}"
 
 
-def _is_virtual(name: str) -> bool:
-    return os.path.realpath(f"/sys/class/net/{name}").startswith("/sys/devices/virtual/")
+def _is_physical(name: str) -> bool:
+    """Or made of such: veth says 10 Gbit/s, whatever it can do."""
+    if not os.path.realpath(f"/sys/class/net/{name}").startswith("/sys/devices/virtual/"):
+        return True
+    return any(kind in _text(f"/sys/class/net/{name}/uevent") for kind in (b"DEVTYPE=bond\n", b"DEVTYPE=vlan\n"))
 
 
 def _number(path: str) -> int | None:

@@ -59,13 +59,15 @@ class Stream:
     window_share: float
     """Of its busy time: the other side took no more, or the process's own buffer was too small."""
     rtt_us: float
+    """The median reading."""
+    least_rtt_us: float
     there: str
     """The host at its other end, if that is known."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """The busiest interface of a host in its busier direction."""
+    """The interface of a host that carries the ranks' connections, or else the busiest, in its busier direction."""
 
     host: str
     interface: str
@@ -73,7 +75,7 @@ class Link:
     """``tx`` or ``rx``."""
     limit: Limit | None
     wire_ns: float
-    """Per step, of its rank with the most."""
+    """Per step, of its rank with the most (`Measures.wire_ns`)."""
     own_bytes: float
     """What the ranks' connections carried, with headers, per step."""
     on_wire_bytes_per_s: float
@@ -177,10 +179,16 @@ class Measures:
         interfaces = host.interfaces()
         if not ranks or not interfaces:
             return None
-        interface = interfaces[0]
+        # Of a bridge and what is behind it both carry the same; the ranks' connections are at one.
+        used = {
+            name: host.counters[f"streams.{name}.tx_bytes"].totals[-1]
+            for name in interfaces
+            if _has_streams(host, name)
+        }
+        interface = max(used, key=lambda name: used[name]) if used else interfaces[0]
         # Bytes of the interface are compared with those of connections, so both of the same time.
         window = _covered(host, [f"nic.{interface}.tx_bytes", f"streams.{interface}.tx_bytes"], self._window(host.name))
-        step_s, wire_ns = self.step_ns / 1e9, max(rank.wire_ns for rank in ranks)
+        step_s, wire_ns = self.step_ns / 1e9, max(self.wire_ns(rank) for rank in ranks)
         mtu = host.last.get(f"nic.{interface}.mtu_bytes", 1500.0)
         streams = self._streams(host, interface, window)
         found = []
@@ -205,6 +213,11 @@ class Measures:
             )
         return max(found, key=lambda link: (link.share or 0.0, link.direction))
 
+    def wire_ns(self, rank: Rank) -> float:
+        """The least of the ranks that move about as much: bytes move on all of them alike, and where the clocks of two hosts are
+        not known well enough, waits pass for wire on the one that waits."""
+        return min(other.wire_ns for other in self.ranks if rank.bytes / 2 <= other.bytes <= 2 * rank.bytes)
+
     def _streams(self, host: Host, interface: str, window: Interval) -> list[Stream]:
         found = []
         for number, place, there in _described(host):
@@ -214,9 +227,12 @@ class Measures:
                 self._rate(host, f"stream.{number}.{name}", window)
                 for name in ("tx_bytes", "busy_us", "window_limited_us", "buffer_limited_us")
             )
-            rtt_us = host.last.get(f"stream.{number}.rtt_us", 0.0)
+            rtt_us = self.median(host.round_trips.get(f"stream.{number}.rtt_us", ()))
+            least_us = host.last.get(f"stream.{number}.least_rtt_us", 0.0)
             window_share = min(1.0, (late + short) / busy) if busy > 0 else 0.0
-            found.append(Stream(sent, busy / 1e6, window_share, rtt_us, self._places.get(_address(there), "")))
+            found.append(
+                Stream(sent, busy / 1e6, window_share, rtt_us, least_us, self._places.get(_address(there), ""))
+            )
         most = max((stream.bytes_per_s for stream in found), default=0.0)
         return [stream for stream in found if stream.bytes_per_s >= most / 10 > 0]
 
@@ -267,6 +283,10 @@ def _window(record: Record) -> Interval:
     """Without the first steps, which are unlike the others (`divide.py` leaves some out as well)."""
     first = min(2, (len(record.steps) - 1) // 2)
     return record.steps[first].start_ns, record.steps[-1].end_ns
+
+
+def _has_streams(host: Host, interface: str) -> bool:
+    return f"streams.{interface}.tx_bytes" in host.counters
 
 
 def _covered(host: Host, names: Sequence[str], window: Interval) -> Interval:

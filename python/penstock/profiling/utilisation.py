@@ -60,10 +60,14 @@ class Host:
         columns: dict[str, tuple[list[int], list[float], list[float]]] = {}
         self.last: dict[str, float] = {}
         """Of every value, the last that was read."""
+        self.round_trips: dict[str, list[float]] = {}
+        """By counter of a stream's round trip, all that were read."""
         for reading in record.readings:
             for name, value in reading.values.items():
                 self.last[name] = value
                 if not _only_grows(name):
+                    if name.endswith(".rtt_us"):
+                        self.round_trips.setdefault(name, []).append(value)
                     continue
                 times, values, totals = columns.setdefault(name, ([], [], []))
                 if times and reading.time_ns <= times[-1]:
