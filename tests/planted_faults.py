@@ -57,6 +57,9 @@ def drawn(fault: str, seed: int) -> Plan:
     plan = Plan(fault, seed, rate=given.choice([300.0, 400.0, 600.0]), batch=given.choice([192, 256, 384]))
     plan.layers = given.choice([6, 8, 10])
     rank = given.randrange(plan.ranks)
+    if fault in ("slow rank", "disk stall", "contention"):
+        # Else a step waits longer for the link than for the fault.
+        plan.width, plan.batch = 128, 4 * plan.batch
     if fault == "slow rank":
         plan.rank, plan.burn_ms, plan.expected = rank, given.uniform(25, 80), ("straggler",)
     elif fault == "capped link":
@@ -64,7 +67,7 @@ def drawn(fault: str, seed: int) -> Plan:
     elif fault == "one-flow cap":
         plan.streams, plan.flow, plan.expected, plan.hosts = 1, given.uniform(25, 60), ("flow cap",), (0, 1)
     elif fault == "small buckets":
-        plan.layers, plan.width, plan.bucket_mb = given.choice([40, 60]), 64, 0.001
+        plan.layers, plan.width, plan.bucket_mb = given.choice([60, 80, 100]), 32, 0.001
         plan.rate, plan.expected = 1000.0, ("small buckets",)
     elif fault == "disk stall":
         plan.rank, plan.stall_ms, plan.expected = rank, given.uniform(40, 100), ("loader",)

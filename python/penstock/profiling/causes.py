@@ -62,8 +62,8 @@ class Cause:
 
 
 def find(records: Sequence[Record], breakdown: Breakdown) -> list[Cause]:
-    """The causes that explain `LEAST_SHARE` of the mean step or more, the largest first, and last of all what the ranks compute,
-    which no setting shortens."""
+    """The causes that explain `LEAST_SHARE` of the mean step or more, those with the largest gain first, and last of all what the
+    ranks compute, which no setting shortens."""
     measures = Measures(records, breakdown)
     if not measures.ranks or measures.step_ns <= 0:
         return []
@@ -72,7 +72,7 @@ def find(records: Sequence[Record], breakdown: Breakdown) -> list[Cause]:
         key = cause.kind, cause.rank, cause.host
         found[key] = cause if key not in found else _joined(found[key], cause)
     shown = [cause for cause in found.values() if cause.cost_ns >= LEAST_SHARE * measures.step_ns]
-    return sorted(shown, key=lambda cause: (cause.kind == "compute", -cause.cost_ns))
+    return sorted(shown, key=lambda cause: (cause.kind == "compute", -_expected_ns(cause)))
 
 
 # ---------------------------------------------------------------------------------------------------- waiting for a rank
@@ -454,6 +454,11 @@ def _loader(
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _expected_ns(cause: Cause) -> float:
+    """What a change is worth trying for. Of an unknown gain half of what the cause explains is expected."""
+    return cause.cost_ns / 2 if cause.gain_ns is None else cause.gain_ns
 
 
 def _joined(first: Cause, second: Cause) -> Cause:

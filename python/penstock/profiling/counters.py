@@ -50,9 +50,7 @@ class Interfaces:
             values[key + "rx_packets"] = int(fields[1])
             values[key + "tx_bytes"] = int(fields[8])
             values[key + "tx_packets"] = int(fields[9])
-            lost = int(fields[2]) + int(fields[3]) + int(fields[10]) + int(fields[11])
-            if lost:
-                values[key + "lost_packets"] = lost
+            values[key + "lost_packets"] = int(fields[2]) + int(fields[3]) + int(fields[10]) + int(fields[11])
 
     def limits(self, values: Values) -> None:
         """Rates in bytes per second, as far as the system knows them; and the largest packet."""

@@ -34,7 +34,8 @@ class Rank:
     training_cpu_ns: float
     """How long it ran, as far as that was counted."""
     communication_queued_ns: float
-    """The same of the busiest thread that communicates."""
+    """The same of the busiest thread that communicates, without as much as may have been while the training thread worked: then
+    what it has to do can mostly wait."""
     communication_cpu_ns: float
     """Its time on a processor."""
     disk_bytes: float
@@ -169,7 +170,7 @@ class Measures:
             bytes=sum(one.bytes for one in moving),
             training_queued_ns=queued,
             training_cpu_ns=ran,
-            communication_queued_ns=communication[1],
+            communication_queued_ns=max(0.0, communication[1] - sum(share.work.values())),
             communication_cpu_ns=communication[0],
             disk_bytes=disk,
         )
