@@ -154,6 +154,11 @@ class Record:
     problems: list[str] = field(default_factory=list)
     """What is wrong with the file, in words for its owner."""
 
+    @property
+    def is_of_host(self) -> bool:
+        """Whether this is the sampler's record of a host's counters, and so no rank's."""
+        return bool(self.header.about.get("counters"))
+
 
 def line(what: Header | Step | Sample | Readings | Event) -> str:
     """What happened as a line of the file, with its end."""

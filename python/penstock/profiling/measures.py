@@ -1,0 +1,332 @@
+"""What the rules of `causes.py` compare: a rank's mean step beside what its host's counters did meanwhile."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.profiling.breakdown import Breakdown, Share
+from penstock.profiling.record import Interval, Record
+from penstock.profiling.utilisation import Host, Limit, hosts
+
+__all__ = ["Link", "Measures", "Rank", "Stream"]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank's mean step. Times in ns per step, bytes per step."""
+
+    share: Share
+    host: str
+    """Empty if no record says which."""
+    wire_ns: float
+    """Exposed and hidden."""
+    exposed_wire_ns: float
+    exposed_wait_ns: float
+    """Without that of pipelines, which waits by its schedule."""
+    operations: float
+    bytes: float
+    training_queued_ns: float | None
+    """How long the training thread could have run, and no processor was free; None if nobody counted it."""
+    training_cpu_ns: float
+    """How long it ran, as far as that was counted."""
+    communication_queued_ns: float
+    """The same of the busiest thread that communicates, without as much as may have been while the training thread worked: then
+    what it has to do can mostly wait."""
+    communication_cpu_ns: float
+    """Its time on a processor."""
+    disk_bytes: float
+    """Read from a disk, by the rank and the processes that it has started."""
+
+    @property
+    def number(self) -> int:
+        return self.share.rank
+
+    @property
+    def compute_ns(self) -> float:
+        return sum(value for phase, value in self.share.work.items() if phase not in NOT_COMPUTE)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A TCP connection of a rank, over the whole record."""
+
+    bytes_per_s: float
+    busy_share: float
+    """Of the record's time: the kernel had something of it to send, or to be acknowledged."""
+    window_share: float
+    """Of its busy time: the other side took no more, or the process's own buffer was too small."""
+    rtt_us: float
+    """The median reading."""
+    least_rtt_us: float
+    there: str
+    """The host at its other end, if that is known."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The interface of a host that carries the ranks' connections, or else the busiest, in its busier direction."""
+
+    host: str
+    interface: str
+    direction: str
+    """``tx`` or ``rx``."""
+    limit: Limit | None
+    wire_ns: float
+    """Per step, of its rank with the most (`Measures.wire_ns`)."""
+    own_bytes: float
+    """What the ranks' connections carried, with headers, per step."""
+    on_wire_bytes_per_s: float
+    """Own bytes, over the time in which the ranks had something on the wire."""
+    foreign_bytes_per_s: float
+    """All the time: what the interface carried beyond that."""
+    resent_share: float
+    """Of the bytes that the ranks sent."""
+    streams: tuple[Stream, ...]
+    """Those that carry at least a tenth of what the busiest one does."""
+
+    @property
+    def share(self) -> float | None:
+        """Of the limit, while there is something of the ranks on the wire; None if there is nothing to compare with."""
+        if self.limit is None or self.wire_ns <= 0:
+            return None
+        return (self.on_wire_bytes_per_s + self.foreign_bytes_per_s) / self.limit.bytes_per_s
+
+
+class Measures:
+    """Of a whole job."""
+
+    def __init__(self, records: Sequence[Record], breakdown: Breakdown) -> None:
+        self._records = {record.header.rank: record for record in records if not record.is_of_host and record.steps}
+        self._hosts = {host.name: host for host in hosts(records)}
+        self._places = _places(self._hosts.values())
+        self.ranks = [self._rank(share) for share in breakdown.shares]
+        self.step_ns = statistics.median(rank.share.step_ns for rank in self.ranks) if self.ranks else 0.0
+        self.links = [link for host in self._hosts.values() if (link := self._link(host)) is not None]
+        self.loopback_bytes = self._loopback()
+        """That the ranks send to each other within a host, through TCP; per step and rank."""
+        self.resent = self._resent()
+        """By host, how often its connections sent something again, and other hosts' to it."""
+
+    def median(self, values: Iterable[float]) -> float:
+        return statistics.median(found) if (found := list(values)) else 0.0
+
+    def pressure(self, host: str, what: str) -> float | None:
+        """The share of time in which something on a host waited for ``cpu`` or ``io``; None if the kernel does not say."""
+        found = self._hosts.get(host)
+        name = f"pressure.{what}_s"
+        if found is None or name not in found.counters:
+            return None
+        return self._rate(found, name, self._window(host))
+
+    def disks(self, host: str) -> tuple[str, float]:
+        """The busiest disk of a host, and the share of time in which it was busy."""
+        found = self._hosts.get(host)
+        if found is None:
+            return "", 0.0
+        names = [name for name in found.counters if name.startswith("disk.") and name.endswith(".busy_s")]
+        busy = [(self._rate(found, name, self._window(host)), name[len("disk.") : -len(".busy_s")]) for name in names]
+        share, name = max(busy, default=(0.0, ""))
+        return name, share
+
+    def _rank(self, share: Share) -> Rank:
+        record = self._records.get(share.rank)
+        host = self._hosts.get(record.header.host) if record is not None else None
+        moving = share.communication.values()
+        queued: float | None = None
+        ran = 0.0
+        communication = (0.0, 0.0)
+        disk = 0.0
+        if record is not None and host is not None:
+            window, prefix = _window(record), f"pid.{record.header.pid}."
+            per_step = share.step_ns / 1e9
+
+            def rate(name: str) -> float:
+                return self._rate(host, name, window) * per_step
+
+            threads = [name for name in host.counters if name.startswith(f"{prefix}thread.")]
+            for name in threads:
+                _, _, _, number, thread = name.removesuffix(".cpu_s").removesuffix(".queued_s").split(".", 4)
+                if int(number) == record.header.pid and name.endswith(".queued_s"):
+                    queued, ran = rate(name) * 1e9, rate(name.replace(".queued_s", ".cpu_s")) * 1e9
+                elif name.endswith(".cpu_s") and _COMMUNICATES.search(thread):
+                    times = rate(name) * 1e9, rate(name.replace(".cpu_s", ".queued_s")) * 1e9
+                    communication = max(communication, times)
+            if queued is None and f"{prefix}queued_s" in host.counters:
+                queued, ran = rate(f"{prefix}queued_s") * 1e9, rate(f"{prefix}cpu_s") * 1e9
+            disk = rate(f"{prefix}disk_read_bytes") + rate(f"{prefix}workers.disk_read_bytes")
+        return Rank(
+            share,
+            record.header.host if record is not None else "",
+            wire_ns=sum(one.exposed_wire_ns + one.hidden_wire_ns for one in moving),
+            exposed_wire_ns=sum(one.exposed_wire_ns for one in moving),
+            exposed_wait_ns=sum(
+                one.exposed_wait_ns for purpose, one in share.communication.items() if not is_pipeline(purpose)
+            ),
+            operations=sum(one.operations for one in moving),
+            bytes=sum(one.bytes for one in moving),
+            training_queued_ns=queued,
+            training_cpu_ns=ran,
+            communication_queued_ns=max(0.0, communication[1] - sum(share.work.values())),
+            communication_cpu_ns=communication[0],
+            disk_bytes=disk,
+        )
+
+    def _link(self, host: Host) -> Link | None:
+        ranks = [rank for rank in self.ranks if rank.host == host.name]
+        interfaces = host.interfaces()
+        if not ranks or not interfaces:
+            return None
+        # Of a bridge and what is behind it both carry the same; the ranks' connections are at one.
+        used = {
+            name: host.counters[f"streams.{name}.tx_bytes"].totals[-1]
+            for name in interfaces
+            if _has_streams(host, name)
+        }
+        interface = max(used, key=lambda name: used[name]) if used else interfaces[0]
+        # Bytes of the interface are compared with those of connections, so both of the same time.
+        window = _covered(host, [f"nic.{interface}.tx_bytes", f"streams.{interface}.tx_bytes"], self._window(host.name))
+        step_s, wire_ns = self.step_ns / 1e9, max(self.wire_ns(rank) for rank in ranks)
+        mtu = host.last.get(f"nic.{interface}.mtu_bytes", 1500.0)
+        streams = self._streams(host, interface, window)
+        found = []
+        for direction in ("tx", "rx"):
+            carried = self._rate(host, f"nic.{interface}.{direction}_bytes", window)
+            # What the ranks' datagrams carried is not counted for each: at most that, and then it is nobody else's.
+            datagrams = self._rate(host, f"udp.{direction}_packets", window) * mtu
+            own = carried
+            if streams:
+                payload = self._rate(host, f"streams.{interface}.{direction}_bytes", window)
+                own = min(carried, payload * (1 + _HEADER_BYTES / max(1.0, mtu - _HEADER_BYTES)) + datagrams)
+            foreign = carried - own
+            limit = host.limit(interface, direction)
+            on_wire = own * step_s / (wire_ns / 1e9) if wire_ns > 0 else 0.0
+            sent = self._rate(host, f"streams.{interface}.tx_bytes", window)
+            resent = self._rate(host, f"streams.{interface}.resent_bytes", window) / sent if sent > 0 else 0.0
+            found.append(
+                Link(
+                    *(host.name, interface, direction, limit, wire_ns, own * step_s, on_wire, foreign, resent),
+                    tuple(streams),
+                )
+            )
+        return max(found, key=lambda link: (link.share or 0.0, link.direction))
+
+    def wire_ns(self, rank: Rank) -> float:
+        """The least of the ranks that move about as much: bytes move on all of them alike, and where the clocks of two hosts are
+        not known well enough, waits pass for wire on the one that waits."""
+        return min(other.wire_ns for other in self.ranks if rank.bytes / 2 <= other.bytes <= 2 * rank.bytes)
+
+    def _streams(self, host: Host, interface: str, window: Interval) -> list[Stream]:
+        found = []
+        for number, place, there in _described(host):
+            if place != interface or f"stream.{number}.tx_bytes" not in host.counters:
+                continue
+            sent, busy, late, short = (
+                self._rate(host, f"stream.{number}.{name}", window)
+                for name in ("tx_bytes", "busy_us", "window_limited_us", "buffer_limited_us")
+            )
+            rtt_us = self.median(host.round_trips.get(f"stream.{number}.rtt_us", ()))
+            least_us = host.last.get(f"stream.{number}.least_rtt_us", 0.0)
+            window_share = min(1.0, (late + short) / busy) if busy > 0 else 0.0
+            found.append(
+                Stream(sent, busy / 1e6, window_share, rtt_us, least_us, self._places.get(_address(there), ""))
+            )
+        most = max((stream.bytes_per_s for stream in found), default=0.0)
+        return [stream for stream in found if stream.bytes_per_s >= most / 10 > 0]
+
+    def _loopback(self) -> float:
+        rates = [
+            self._rate(host, "streams.lo.tx_bytes", self._window(name))
+            / max(1, sum(rank.host == name for rank in self.ranks))
+            for name, host in self._hosts.items()
+        ]
+        return max(rates, default=0.0) * self.step_ns / 1e9
+
+    def _resent(self) -> Mapping[str, float]:
+        found = dict.fromkeys(self._hosts, 0.0)
+        for name, host in self._hosts.items():
+            for number, _, there in _described(host):
+                often = host.last.get(f"stream.{number}.retransmits", 0.0)
+                found[name] += often
+                other = self._places.get(_address(there), name)
+                if other != name:
+                    found[other] += often
+        return found
+
+    def _window(self, host: str) -> Interval:
+        """From the first counted step of a host's ranks to their last."""
+        found = [_window(self._records[rank.number]) for rank in self.ranks if rank.host == host]
+        return (min(start for start, _ in found), max(end for _, end in found)) if found else (0, 0)
+
+    def _rate(self, host: Host, name: str, window: Interval) -> float:
+        """Per second, over as much of the window as the counter was read in."""
+        counted = host.counters.get(name)
+        if counted is None:
+            return 0.0
+        start, end = max(window[0], counted.times_ns[0]), min(window[1], counted.times_ns[-1])
+        if end <= start:
+            # Too short a run for a counter that is read rarely: all that there is of it.
+            start, end = counted.times_ns[0], counted.times_ns[-1]
+        return counted.grown(start, end) / (end - start) * 1e9
+
+
+NOT_COMPUTE = frozenset(("loading", "evaluation", "checkpoint", "profiler"))
+
+
+def is_pipeline(purpose: str) -> bool:
+    return purpose.startswith("pipeline")
+
+
+def _window(record: Record) -> Interval:
+    """Without the first steps, which are unlike the others (`divide.py` leaves some out as well)."""
+    first = min(2, (len(record.steps) - 1) // 2)
+    return record.steps[first].start_ns, record.steps[-1].end_ns
+
+
+def _has_streams(host: Host, interface: str) -> bool:
+    return f"streams.{interface}.tx_bytes" in host.counters
+
+
+def _covered(host: Host, names: Sequence[str], window: Interval) -> Interval:
+    """As much of a window as all of these counters were read in, or the window if that is nothing."""
+    found = [host.counters[name].times_ns for name in names if name in host.counters]
+    start, end = max([window[0], *(times[0] for times in found)]), min([window[1], *(times[-1] for times in found)])
+    return (start, end) if start < end else window
+
+
+def _described(host: Host) -> Iterable[tuple[str, str, str]]:
+    """Of each stream of a host: its number, interface, and the place at its other end."""
+    for event in host.record.events:
+        fields = event.text.split()
+        if event.kind == "stream" and len(fields) == 5:
+            yield fields[0], fields[2], fields[4]
+
+
+def _places(found: Iterable[Host]) -> dict[str, str]:
+    """Hosts by their addresses, as their own streams show them."""
+    places = {}
+    for host in found:
+        for event in host.record.events:
+            fields = event.text.split()
+            if event.kind == "stream" and len(fields) == 5 and fields[2] != "lo":
+                places[_address(fields[3])] = host.name
+    return places
+
+
+def _address(place: str) -> str:
+    """Of ``ADDRESS:PORT``, in one form."""
+    address = place.rpartition(":")[0].strip("[]")
+    try:
+        return str(ipaddress.ip_address(address))
+    except ValueError:
+        return address
+
+
+_COMMUNICATES = re.compile("penstock|gloo|nccl|ucx", re.IGNORECASE)
+"""Names of threads that carry data."""
+
+_HEADER_BYTES = 20 + 20 + 12 + 14
+"""Of IPv4, TCP with time stamps, and Ethernet."""

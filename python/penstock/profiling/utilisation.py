@@ -1,0 +1,283 @@
+"""How much of what there is was used: counters as rates on one clock, beside what limits them, and what explains their drops."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.profiling.breakdown import Breakdown
+from penstock.profiling.record import Interval, Record
+
+__all__ = ["Counter", "Drop", "Host", "Limit", "Series", "drops", "hosts", "series"]
+
+
+@dataclass(frozen=True)
+class Counter:
+    """A counter of a host that only grows, at the moments when it was read, on the host's clock."""
+
+    times_ns: tuple[int, ...]
+    totals: tuple[float, ...]
+    """Since the first reading. Where the counter was set back, as a driver does at its restart, it goes on from there."""
+
+    def grown(self, start_ns: int, end_ns: int) -> float:
+        """By how much between two moments; between readings it is taken to grow evenly, before and after them not at all."""
+        return self._total(end_ns) - self._total(start_ns)
+
+    def _total(self, time_ns: int) -> float:
+        after = bisect.bisect_left(self.times_ns, time_ns)
+        if after == 0:
+            return 0.0
+        if after == len(self.times_ns):
+            return self.totals[-1]
+        first, last = self.times_ns[after - 1], self.times_ns[after]
+        part = (time_ns - first) / (last - first)
+        return self.totals[after - 1] + part * (self.totals[after] - self.totals[after - 1])
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most that an interface can carry in a direction."""
+
+    bytes_per_s: float
+    source: str
+    """``speed``: what the hardware says; ``shaper``: the host's own queue sends no faster; ``highest``: the most that was seen,
+    which may be far from what is possible."""
+
+    @property
+    def is_known(self) -> bool:
+        return self.source != "highest"
+
+
+class Host:
+    """The sampler's record of a host, by counter. Cost: one pass over the record."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.name = record.header.host
+        columns: dict[str, tuple[list[int], list[float], list[float]]] = {}
+        self.last: dict[str, float] = {}
+        """Of every value, the last that was read."""
+        self.round_trips: dict[str, list[float]] = {}
+        """By counter of a stream's round trip, all that were read."""
+        for reading in record.readings:
+            for name, value in reading.values.items():
+                self.last[name] = value
+                if not _only_grows(name):
+                    if name.endswith(".rtt_us"):
+                        self.round_trips.setdefault(name, []).append(value)
+                    continue
+                times, values, totals = columns.setdefault(name, ([], [], []))
+                if times and reading.time_ns <= times[-1]:
+                    continue
+                total = 0.0
+                if times:
+                    total = totals[-1] + (value - values[-1] if value >= values[-1] else value)
+                times.append(reading.time_ns)
+                values.append(value)
+                totals.append(total)
+        self.counters = {
+            name: Counter(tuple(times), tuple(totals)) for name, (times, _, totals) in columns.items() if len(times) > 1
+        }
+
+    def grown(self, name: str, start_ns: int, end_ns: int) -> float:
+        """By how much a counter grew; one that was not read did not grow."""
+        counted = self.counters.get(name)
+        return counted.grown(start_ns, end_ns) if counted is not None else 0.0
+
+    def limit(self, interface: str, direction: str) -> Limit | None:
+        """Of ``tx`` or ``rx`` of an interface. A shaper limits what is sent; what is received is taken to be limited alike, since
+        who shapes one direction has rented that much in both."""
+        names = (("speed", "speed_bytes_per_s"), ("shaper", "shaped_bytes_per_s"))
+        given = [(self.last.get(f"nic.{interface}.{name}", 0.0), source) for source, name in names]
+        if known := [each for each in given if each[0] > 0]:
+            return Limit(*min(known))
+        found = self.counters.get(f"nic.{interface}.{direction}_bytes")
+        most = max((rate for _, rate in _rates(found)), default=0.0) if found is not None else 0.0
+        return Limit(most, "highest") if most > 0 else None
+
+    def interfaces(self) -> list[str]:
+        """Those that carried something, but for the loopback, the busiest first."""
+        carried: dict[str, float] = {}
+        for name, counted in self.counters.items():
+            kind, interface, _ = _parts(name)
+            if kind == "nic" and name.endswith("x_bytes") and interface != "lo":
+                carried[interface] = carried.get(interface, 0.0) + counted.totals[-1]
+        return sorted(carried, key=lambda interface: (-carried[interface], interface))
+
+
+@dataclass(frozen=True)
+class Series:
+    """A rate over time."""
+
+    host: str
+    name: str
+    """Of its counter, such as ``nic.eth0.tx_bytes``: the rate is per second."""
+    points: tuple[tuple[Interval, float], ...]
+    """On the first host's clock."""
+    limit: Limit | None = None
+
+    @property
+    def highest_share(self) -> float | None:
+        """Of the limit; None if none is known."""
+        if self.limit is None or not self.limit.is_known or not self.points:
+            return None
+        return max(rate for _, rate in self.points) / self.limit.bytes_per_s
+
+
+def series(records: Iterable[Record], breakdown: Breakdown) -> list[Series]:
+    """Every counter of every host as rates, on the clock of the first host as `breakdown` has it."""
+    found = []
+    for host in hosts(records):
+        shift = round(breakdown.offsets_ns.get(host.name, (0.0, 0.0))[0])
+        for name, counted in host.counters.items():
+            points = tuple(((start + shift, end + shift), rate) for (start, end), rate in _rates(counted))
+            kind, interface, direction = _parts(name)
+            is_limited = kind == "nic" and name.endswith("x_bytes")
+            found.append(Series(host.name, name, points, host.limit(interface, direction) if is_limited else None))
+    return found
+
+
+def hosts(records: Iterable[Record]) -> list[Host]:
+    """Those of the records that are the sampler's."""
+    return [Host(record) for record in records if record.is_of_host]
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Some time in which an interface carried less than half of what it mostly does."""
+
+    host: str
+    name: str
+    interval: Interval
+    """On the first host's clock."""
+    share: float
+    """What it carried, of what it mostly does."""
+    cause: str
+    """``checkpoint``, ``evaluation``, ``loading``, ``retransmission``, ``slow rank``, or nothing that is known."""
+    rank: int | None = None
+    """Who did that, for the longest."""
+
+
+def drops(records: Sequence[Record], breakdown: Breakdown) -> list[Drop]:
+    """Where the traffic of the job's interfaces falls, and what happened then.
+
+    Rates are means over a step's length, or a reading's if that is longer: what goes up and down within each step is no drop.
+    """
+    ranks = [record for record in records if not record.is_of_host and record.steps]
+    if not ranks:
+        return []
+    shifts = {host: round(offset) for host, (offset, _) in breakdown.offsets_ns.items()}
+    step_ns = statistics.median(step.end_ns - step.start_ns for record in ranks for step in record.steps)
+    found = []
+    for host in hosts(records):
+        shift = shifts.get(host.name, 0)
+        for interface in host.interfaces():
+            name = f"nic.{interface}.tx_bytes"
+            counted = host.counters.get(name)
+            if counted is None:
+                continue
+            first = max(counted.times_ns[0] + shift, *(_on_one_clock(rank, shifts)[0] for rank in ranks))
+            last = min(counted.times_ns[-1] + shift, *(_on_one_clock(rank, shifts)[1] for rank in ranks))
+            period_ns = (counted.times_ns[-1] - counted.times_ns[0]) / (len(counted.times_ns) - 1)
+            width = round(max(2 * step_ns, 2 * period_ns))
+            bins = [(start, start + width) for start in range(first, last - width + 1, width)]
+            carried = [counted.grown(start - shift, end - shift) for start, end in bins]
+            if len(bins) < FEWEST_BINS or (usual := statistics.median(carried)) <= 0:
+                continue
+            for is_low, group in itertools.groupby(range(len(bins)), key=lambda at: carried[at] < usual / 2):
+                if is_low:
+                    here = list(group)
+                    interval = (bins[here[0]][0], bins[here[-1]][1])
+                    share = sum(carried[at] for at in here) / (usual * len(here))
+                    cause, rank = _cause(ranks, host, interface, interval, shifts)
+                    found.append(Drop(host.name, name, interval, share, cause, rank))
+    return found
+
+
+def _cause(
+    ranks: Sequence[Record], host: Host, interface: str, interval: Interval, shifts: dict[str, int]
+) -> tuple[str, int | None]:
+    """What happened for at least `EXPLAINS` of an interval, the rarest first."""
+    length = interval[1] - interval[0]
+    for phase in ("checkpoint", "evaluation", "loading"):
+        longest = max(ranks, key=lambda rank: _time_in(rank, phase, interval, shifts))
+        if _time_in(longest, phase, interval, shifts) >= EXPLAINS * length:
+            return phase, longest.header.rank
+    shift = shifts.get(host.name, 0)
+    whole = host.record.readings[0].time_ns, host.record.readings[-1].time_ns
+    now, usual = (
+        host.grown(f"streams.{interface}.resent_bytes", *span)
+        / max(1.0, host.grown(f"streams.{interface}.tx_bytes", *span))
+        for span in ((interval[0] - shift, interval[1] - shift), whole)
+    )
+    if now > RESENT and now > 2 * usual:
+        return "retransmission", None
+    waits = {rank.header.rank: _time_in(rank, None, interval, shifts) / length for rank in ranks}
+    least = min(waits, key=lambda rank: waits[rank])
+    others = [share for rank, share in waits.items() if rank != least]
+    if others and min(others) >= EXPLAINS and waits[least] < min(others) / 2:
+        return "slow rank", least
+    return "", None
+
+
+def _time_in(record: Record, phase: str | None, interval: Interval, shifts: dict[str, int]) -> int:
+    """Nanoseconds of an interval that a rank spent in a phase, or without one in waits."""
+    shift = shifts.get(record.header.host, 0)
+    total = 0
+    for step in record.steps:
+        if step.end_ns + shift <= interval[0] or step.start_ns + shift >= interval[1]:
+            continue
+        parts = step.waits if phase is None else [span for span in step.spans if span.phase == phase]
+        for part in parts:
+            total += max(0, min(part.end_ns + shift, interval[1]) - max(part.start_ns + shift, interval[0]))
+    return total
+
+
+def _on_one_clock(record: Record, shifts: dict[str, int]) -> Interval:
+    shift = shifts.get(record.header.host, 0)
+    return record.steps[0].start_ns + shift, record.steps[-1].end_ns + shift
+
+
+def _rates(counted: Counter) -> Iterator[tuple[Interval, float]]:
+    for (start, before), (end, after) in itertools.pairwise(zip(counted.times_ns, counted.totals, strict=True)):
+        yield (start, end), (after - before) / (end - start) * 1e9
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """``nic.eth0.100.tx_bytes`` is ``nic``, ``eth0.100``, ``tx``: names of interfaces may have dots."""
+    kind, _, rest = name.partition(".")
+    middle, _, last = rest.rpartition(".")
+    return kind, middle, last.partition("_")[0]
+
+
+def _only_grows(name: str) -> bool:
+    last = name.rpartition(".")[2]
+    return last in _GROWING or (
+        last.endswith("_packets") or last in ("busy_us", "window_limited_us", "buffer_limited_us")
+    )
+
+
+_GROWING = frozenset(
+    [
+        *(
+            "rx_bytes",
+            "tx_bytes",
+            "resent_bytes",
+            "read_bytes",
+            "written_bytes",
+            "disk_read_bytes",
+            "disk_written_bytes",
+        ),
+        *("cpu_s", "queued_s", "busy_s", "disk_wait_s", "stolen_s", "io_s", "memory_s", "retransmits"),
+        *("busy_us", "window_limited_us", "buffer_limited_us"),
+    ]
+)
+
+FEWEST_BINS = 5
+EXPLAINS = 0.3
+"""Of a drop's time. A drop is cut at whole bins, so its cause may fill less than all of it."""
+RESENT = 0.01
+"""Of the bytes sent: less costs TCP little."""

@@ -1,0 +1,253 @@
+"""Faults on purpose: small trainings on emulated hosts, each with one thing wrong, for `penstock profile` to find.
+
+    python -m penstock profile -o FOLDER -- python tests/planted_faults.py FAULT SEED
+
+makes the hosts, starts what disturbs them, and runs the ranks. `profiled` does that and gives what was found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+from penstock.profiling.causes import Cause
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+@dataclasses.dataclass
+class Plan:
+    """What is run. Rates in Mbit/s."""
+
+    fault: str
+    seed: int
+    ranks: int = 2
+    steps: int = 32
+    width: int = 256
+    layers: int = 8
+    batch: int = 256
+    bucket_mb: float = 25.0
+    streams: int = 16
+    rate: float = 400.0
+    flow: float | None = None
+    rates: dict[str, float] = dataclasses.field(default_factory=dict)
+    loss: dict[str, float] = dataclasses.field(default_factory=dict)
+    rank: int | None = None
+    """Whose fault it is."""
+    burn_ms: float = 0.0
+    stall_ms: float = 0.0
+    foreign_flows: int = 0
+    is_crowded: bool = False
+    expected: tuple[str, ...] = ()
+    hosts: tuple[int, ...] = ()
+    """On one of these is the link."""
+
+
+def drawn(fault: str, seed: int) -> Plan:
+    """A training with that fault, of drawn size."""
+    given = random.Random(f"{fault}-{seed}")
+    plan = Plan(fault, seed, rate=given.choice([300.0, 400.0, 600.0]), batch=given.choice([192, 256, 384]))
+    plan.layers = given.choice([6, 8, 10])
+    rank = given.randrange(plan.ranks)
+    if fault in ("slow rank", "disk stall", "contention"):
+        # Else a step waits longer for the link than for the fault.
+        plan.width, plan.batch = 128, 4 * plan.batch
+    if fault == "slow rank":
+        plan.rank, plan.burn_ms, plan.expected = rank, given.uniform(25, 80), ("straggler",)
+    elif fault == "capped link":
+        plan.rates, plan.expected, plan.hosts = {f"h{rank}": given.uniform(25, 60)}, ("link",), (rank,)
+    elif fault == "one-flow cap":
+        plan.streams, plan.flow, plan.expected, plan.hosts = 1, given.uniform(25, 60), ("flow cap",), (0, 1)
+    elif fault == "small buckets":
+        plan.layers, plan.width, plan.bucket_mb = given.choice([60, 80, 100]), 32, 0.001
+        plan.rate, plan.expected = 1000.0, ("small buckets",)
+    elif fault == "disk stall":
+        plan.rank, plan.stall_ms, plan.expected = rank, given.uniform(40, 100), ("loader",)
+    elif fault == "retransmissions":
+        plan.loss, plan.expected, plan.hosts = {f"h{rank}": given.uniform(0.02, 0.05)}, ("retransmissions",), (0, 1)
+    elif fault == "second job":
+        plan.rate, plan.foreign_flows = given.choice([100.0, 150.0]), given.choice([8, 16, 24])
+        plan.expected, plan.hosts = ("second job",), (0, 1)
+    elif fault == "contention":
+        plan.rank, plan.is_crowded, plan.expected = rank, True, ("contention",)
+    else:
+        raise ValueError(f"there is no fault {fault!r}")
+    return plan
+
+
+FAULTS = (
+    "slow rank",
+    "capped link",
+    "one-flow cap",
+    "small buckets",
+    "disk stall",
+    "retransmissions",
+    "second job",
+    "contention",
+)
+
+
+@dataclasses.dataclass
+class Found:
+    """What a profile tells."""
+
+    causes: list[Cause]
+    hosts: dict[int, str]
+    """By rank."""
+
+
+def profiled(plan: Plan, folder: pathlib.Path) -> Found:
+    """Run it under `penstock profile`, and read what that has recorded."""
+    command = [sys.executable, "-m", "penstock", "profile", "-o", str(folder), "--"]
+    command += [sys.executable, __file__, json.dumps(dataclasses.asdict(plan))]
+    done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read(folder)
+
+
+def read(folder: pathlib.Path) -> Found:
+    from penstock.profiling.divide import divide  # type: ignore[import-not-found, unused-ignore]
+
+    from penstock.profiling import causes, record
+
+    records = [record.read(path) for path in sorted(folder.glob("*-*.jsonl"))]
+    ranks = [each for each in records if not each.is_of_host]
+    return Found(causes.find(records, divide(ranks)), {each.header.rank: each.header.host for each in ranks})
+
+
+def is_found(plan: Plan, found: Found) -> bool:
+    """The right cause first, with the right rank, or a link of the right host."""
+    if not found.causes or found.causes[0].kind not in plan.expected:
+        return False
+    first = found.causes[0]
+    is_there = not plan.hosts or (first.host in {found.hosts[rank] for rank in plan.hosts} and first.link == "eth0")
+    return is_there and (plan.rank is None or first.rank == plan.rank)
+
+
+def conduct(plan: Plan) -> int:
+    """Make the hosts and what disturbs them, and run the ranks."""
+    from penstock.tools.testbed import LinkSpec, Testbed
+
+    link = LinkSpec(rate_mbit=plan.rate, flow_mbit=plan.flow)
+    with contextlib.ExitStack() as stack:
+        bed = stack.enter_context(Testbed(hosts=plan.ranks, racks=1, link=link, rates=plan.rates, losses=plan.loss))
+        if plan.fault == "retransmissions":
+            for host in range(plan.ranks):
+                # bbr, which this machine may have, sends on through losses; this one every namespace may use.
+                bed.inside(host, lambda: pathlib.Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno"))
+        if plan.foreign_flows:
+            address = bed.address(0)
+            stack.enter_context(_ended(bed.popen(0, [sys.executable, "-c", SINK, address])))
+            stack.enter_context(_ended(bed.popen(1, [sys.executable, "-c", SOURCE, address, str(plan.foreign_flows)])))
+        if plan.is_crowded:
+            stack.enter_context(_ended(subprocess.Popen([sys.executable, "-c", CROWD, str(core_of(plan.rank or 0))])))
+        done = bed.run(
+            [sys.executable, __file__, "--train", json.dumps(dataclasses.asdict(plan))],
+            ranks=plan.ranks,
+            env={"PENSTOCK_STREAMS": str(plan.streams), "OMP_NUM_THREADS": "1"},
+            timeout_s=150,
+        )
+        for rank, text in enumerate(done.outputs):
+            sys.stdout.write(f"--- rank {rank}\n{text}")
+    return done.returncode
+
+
+SINK = """
+import socket, sys, threading
+server = socket.create_server((sys.argv[1], 5999), backlog=64)
+def drain(one):
+    while one.recv(1 << 20):
+        pass
+while True:
+    threading.Thread(target=drain, args=(server.accept()[0],), daemon=True).start()
+"""
+SOURCE = """
+import socket, sys, threading, time
+def fill(one):
+    while True:
+        one.sendall(bytes(1 << 18))
+for _ in range(int(sys.argv[2])):
+    while True:
+        try:
+            one = socket.create_connection((sys.argv[1], 5999))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    threading.Thread(target=fill, args=(one,), daemon=True).start()
+threading.Event().wait()
+"""
+CROWD = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+while True:
+    pass
+"""
+
+
+def core_of(rank: int) -> int:
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[rank % len(cores)]
+
+
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def train(plan: Plan) -> None:
+    """A rank: a multilayer perceptron under DDP, on a core of its own as far as there are enough."""
+    rank = int(os.environ["RANK"])
+    os.sched_setaffinity(0, {core_of(rank)})
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    is_mine = rank == plan.rank
+
+    class Data(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return plan.steps * plan.batch
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if plan.stall_ms and is_mine and index % plan.batch == 0:
+                # A disk that answers late.
+                time.sleep(plan.stall_ms / 1e3)
+            return torch.full((plan.width,), 1.0 / (1 + index))
+
+    class Slow(torch.nn.Module):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            end_s = time.thread_time() + plan.burn_ms / 1e3 * is_mine
+            while time.thread_time() < end_s:
+                pass
+            return given
+
+    dist.init_process_group("penstock")
+    layers = [torch.nn.Linear(plan.width, plan.width) for _ in range(plan.layers)]
+    model = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Sequential(Slow(), *layers), bucket_cap_mb=plan.bucket_mb, gradient_as_bucket_view=True
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for batch in torch.utils.data.DataLoader(Data(), batch_size=plan.batch):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--train":
+        train(Plan(**json.loads(sys.argv[2])))
+    else:
+        sys.exit(conduct(Plan(**json.loads(sys.argv[1]))))

@@ -1,0 +1,110 @@
+"""Counters as rates: on one clock, beside their limits; drops, and what explains them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import planted_records
+from penstock.profiling import utilisation
+from penstock.profiling.breakdown import Breakdown
+from penstock.profiling.record import Header, Readings, Record, Span, Step
+from penstock.profiling.utilisation import Host
+
+SECOND = 1_000_000_000
+
+
+def test_a_counter_grows_between_any_two_moments() -> None:
+    """Evenly between readings, not at all outside; one that was set back goes on; a clock that stands still is left out."""
+    host = counted({0: 100, 10: 200, 20: 50, 30: 150})
+    counter = host.counters["nic.eth0.tx_bytes"]
+    assert counter.totals == (0, 100, 150, 250)
+    assert counter.grown(0, 5 * SECOND) == 50
+    assert counter.grown(-5 * SECOND, 100 * SECOND) == 250
+    assert counter.grown(5 * SECOND, 15 * SECOND) == 75
+    host.record.readings.insert(2, Readings(10 * SECOND, {"nic.eth0.tx_bytes": 999}))
+    assert Host(host.record).counters["nic.eth0.tx_bytes"].totals == (0, 100, 150, 250)
+    assert "nic.eth0.tx_bytes" not in counted({0: 1}).counters
+    assert counted({0: 1}).grown("nic.eth0.tx_bytes", 0, SECOND) == 0
+
+
+def test_the_tightest_limit_counts_and_its_source_is_named() -> None:
+    """A shaper below the interface's speed; the speed below a shaper; the highest rate where nothing is known."""
+    assert counted({0: 0, 10: 1000, 20: 1500}).limit("eth0", "tx") == utilisation.Limit(100, "highest")
+    host = counted({0: 0, 10: 1000}, **{"nic.eth0.speed_bytes_per_s": 500, "nic.eth0.shaped_bytes_per_s": 200})
+    assert host.limit("eth0", "tx") == utilisation.Limit(200, "shaper")
+    host = counted({0: 0, 10: 1000}, **{"nic.eth0.speed_bytes_per_s": 500, "nic.eth0.shaped_bytes_per_s": 900})
+    assert host.limit("eth0", "rx") == utilisation.Limit(500, "speed")
+    assert host.limit("eth1", "tx") is None
+
+
+def test_series_are_on_the_first_host_s_clock_and_have_shares() -> None:
+    """Names of interfaces may have dots; only what grows is a rate; the loopback is no link."""
+    values = {"nic.eth0.100.tx_bytes": 0.0, "nic.lo.tx_bytes": 0.0, "pid.7.cpu_s": 0.0, "memory.available_bytes": 5.0}
+    record = Record(Header(0, 1, "b", 1, 0, 0, {"counters": True}))
+    for number in range(4):
+        grown = {name: value + 10 * number for name, value in values.items()}
+        record.readings.append(Readings(number * SECOND, {**grown, "nic.eth0.100.speed_bytes_per_s": 40.0}))
+    found = {each.name: each for each in utilisation.series([record], Breakdown((), {"b": (7.0, 1.0)}))}
+    assert set(found) == {"nic.eth0.100.tx_bytes", "nic.lo.tx_bytes", "pid.7.cpu_s"}
+    assert found["nic.eth0.100.tx_bytes"].points[0] == ((7, SECOND + 7), 10.0)
+    assert found["nic.eth0.100.tx_bytes"].highest_share == 0.25
+    assert found["pid.7.cpu_s"].highest_share is None
+    assert Host(record).interfaces() == ["eth0.100"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "cause"),
+    [("checkpoint", "checkpoint"), ("evaluation", "evaluation"), ("loading", "loading"), ("forward", "slow rank")],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pause_is_a_drop_with_its_cause(phase: str, cause: str, seed: int) -> None:
+    """One rank is in a phase for two seconds, the others wait: the traffic of all hosts drops for that long, and only then."""
+    given = random.Random(f"{phase}-{seed}")
+    job = planted_records.Job(seed, given, ranks=given.choice([2, 3]), steps=60, gradient_bytes=8e6)
+    rank, number = given.randrange(job.ranks), given.randrange(15, 45)
+    job.pauses = {number: (rank, phase, 2.0)}
+    records, breakdown = planted_records.played(job)
+    paused = next(record for record in records if not record.is_of_host).steps[number]
+    found = utilisation.drops(records, breakdown)
+    assert len(found) == job.ranks, f"seed {seed}"
+    for drop in found:
+        assert (drop.cause, drop.rank) == (cause, rank), f"seed {seed}: {drop}"
+        assert drop.share < 0.5 and drop.name == "nic.eth0.tx_bytes"
+        assert abs(drop.interval[0] - paused.start_ns) < 0.7 * SECOND
+        assert abs(drop.interval[1] - paused.end_ns) < 0.7 * SECOND
+
+
+def test_steps_that_are_alike_have_no_drops() -> None:
+    """What goes up and down within each step is none, nor is a step that is a little longer."""
+    for seed in range(5):
+        job = planted_records.Job(seed, random.Random(seed), compute_s=0.4, steps=40, gradient_bytes=8e6)
+        assert utilisation.drops(*planted_records.played(job)) == [], f"seed {seed}"
+    assert utilisation.drops([], Breakdown(())) == []
+
+
+def test_retransmissions_explain_a_drop() -> None:
+    """Twice the usual share of bytes that were sent again, while nobody did anything else."""
+    names = ("nic.eth0.tx_bytes", "streams.eth0.tx_bytes", "streams.eth0.resent_bytes")
+    host = Record(Header(0, 1, "a", 1, 0, 0, {"counters": True}))
+    totals = dict.fromkeys(names, 0.0)
+    for second in range(60):
+        host.readings.append(Readings(second * SECOND, dict(totals)))
+        is_lossy = 30 <= second < 40
+        for name, rate in zip(names, (10, 10, 2) if is_lossy else (100, 100, 0), strict=True):
+            totals[name] += rate
+    steps = [Step(n, n * SECOND, (n + 1) * SECOND, (Span("forward", n * SECOND, (n + 1) * SECOND),)) for n in range(59)]
+    [drop] = utilisation.drops([host, Record(Header(0, 1, "a", 2, 0, 0), steps=steps)], Breakdown(()))
+    assert (
+        drop.cause == "retransmission"
+        and drop.interval == (30 * SECOND, 40 * SECOND)
+        and drop.share == pytest.approx(0.1)
+    )
+
+
+def counted(totals: dict[int, float], **others: float) -> Host:
+    record = Record(Header(0, 1, "a", 1, 0, 0, {"counters": True}))
+    for second, total in totals.items():
+        record.readings.append(Readings(second * SECOND, {"nic.eth0.tx_bytes": total, **others}))
+    return Host(record)
