@@ -59,7 +59,9 @@ def started(arguments: Sequence[str]) -> list[str]:
             raise Config(f"there is no script {first}")
         return [sys.executable, *arguments]
     if shutil.which(arguments[0]) is None:
-        raise Config(f"there is no command {arguments[0]}: name a script (train.py) or a command (-- torchrun ... train.py)")
+        raise Config(
+            f"there is no command {arguments[0]}: name a script (train.py) or a command (-- torchrun ... train.py)"
+        )
     return list(arguments)
 
 
@@ -116,8 +118,8 @@ def complaints(folder: Path, records: Sequence[Record]) -> list[str]:
         path.unlink()
     ranks = [record for record in records if record.steps or record.samples]
     if not ranks:
-        return said + [_nothing(has_python, has_torch)]
-    return said + [text for record in records for text in _of_rank(record)] + _of_job(records)
+        return [*said, _nothing(has_python, has_torch)]
+    return [*said, *(text for record in records for text in _of_rank(record)), *_of_job(records)]
 
 
 def _nothing(has_python: bool, has_torch: bool) -> str:
@@ -158,6 +160,7 @@ def _of_job(records: Sequence[Record]) -> list[str]:
     sampled = min((len(record.samples) for record in records), default=0)
     if sampled < FEW and not all(len(record.steps) == 1 for record in records):
         said.append(
-            f"only {sampled} steps were sampled by torch's profiler, and those alone tell wire from wait: run for 20 steps or more"
+            f"only {sampled} steps were sampled by torch's profiler, and those alone tell wire from wait: run for 20 steps or "
+            "more"
         )
     return said

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import time
+import types
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +19,7 @@ from penstock.tools.profile.recorder.kineto import Call, canonical
 if TYPE_CHECKING:
     from penstock.tools.profile.recorder.recording import Recording
 
-__all__ = ["Calls", "patch"]
+__all__ = ["Calls", "patch", "patch_functional"]
 
 _METHODS = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "barrier", "send", "recv"),
@@ -35,22 +37,38 @@ class Calls:
     def __init__(self) -> None:
         self.log: list[Call] | None = None
         """Those of a sample. None outside."""
+        self.hints: list[Call] = []
+        """Groups that functional collectives looked up in a sample."""
+        self.last: Call | None = None
+        self.is_batching = False
         self.is_waiting = False
         self._works: dict[int, Call] = {}
         self._receives: list[Call] = []
         self._reducers: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def describe(self, group: Any, operation: str, phase: str) -> Call:
-        """A call that begins now. ``phase`` is what the thread did last."""
+    def describe(self, group: Any, operation: str, phase: str, is_within: bool) -> Call:
+        """A call that begins now, as for `purposes.of_operation`."""
         name, purpose = _label(group)
         if operation == "send":
             purpose = "pipeline send"
         elif operation != "recv":
-            purpose = purpose or purposes.of_reduction(operation, phase)
+            purpose = purpose or purposes.of_operation(operation, phase, is_within=is_within)
         return Call(operation, name, time.monotonic_ns(), ranks=group.size(), purpose=purpose)
+
+    def looked_up(self, group: Any) -> None:
+        """By a functional collective."""
+        name, purpose = _label(group)
+        self.hints.append(Call("", name, time.monotonic_ns(), ranks=group.size(), purpose=purpose))
+
+    def batched(self, work: Any) -> None:
+        """The work of several calls at once."""
+        if self.last is not None:
+            self._works[id(work)] = replace(self.last)
 
     def issued(self, call: Call, work: Any) -> None:
         call.end_ns = time.monotonic_ns()
+        call.is_batched = self.is_batching
+        self.last = call
         if work is not None:
             self._works[id(work)] = call
         if call.operation == "recv":
@@ -69,8 +87,19 @@ class Calls:
                 call.purpose = f"pipeline {phase} recv"
             self._receives.clear()
 
+    def start(self) -> None:
+        """Keep the calls, for a sample."""
+        self.log, self.hints = [], []
+
+    def stop(self) -> tuple[list[Call], list[Call]]:
+        """Calls, and looked up groups."""
+        found = self.log or [], self.hints
+        self.log, self.hints = None, []
+        return found
+
     def step_ended(self) -> None:
         self._works.clear()
+        self.last = None
 
     def built(self, module: Any) -> None:
         """A DistributedDataParallel."""
@@ -84,6 +113,14 @@ class Calls:
                 name, _ = _label(group)
                 return Call("", name, 0, ranks=group.size(), purpose="data-parallel sync")
         return None
+
+    @staticmethod
+    def label(name: str) -> tuple[str, int]:
+        """Of a group, from torch's name: its name in records, and its ranks."""
+        for group, given in dist.distributed_c10d._world.pg_names.items():
+            if given == name:
+                return _label(group)[0], group.size()
+        return name, 0
 
     @staticmethod
     def default() -> Call:
@@ -110,6 +147,7 @@ def patch(active: Callable[[], Recording | None], joined: Callable[[int, int, st
         method = getattr(dist.ProcessGroup, name, None)
         if method is not None:
             setattr(dist.ProcessGroup, name, _issuing(method, name, active))
+    _patch_batches(active)
     _patch_wait(dist.Work, active)
     _patch_wait(torch.futures.Future, active)
     _patch_init(joined)
@@ -125,7 +163,7 @@ def _issuing(method: Any, name: str, active: Callable[[], Recording | None]) -> 
         if recording is None:
             return method(group, *args, **kwargs)
         calls = recording.calls
-        known = calls.describe(group, operation, recording.phase)
+        known = calls.describe(group, operation, recording.phase, recording.marks.is_in("backward"))
         if calls.log is not None:
             known.bytes = _length(args, operation)
             if name in ("send", "recv"):
@@ -142,6 +180,52 @@ def _issuing(method: Any, name: str, active: Callable[[], Recording | None]) -> 
         return work
 
     return call
+
+
+def _patch_batches(active: Callable[[], Recording | None]) -> None:
+    before, after = dist.ProcessGroup._start_coalescing, dist.ProcessGroup._end_coalescing
+
+    @functools.wraps(before)
+    def start(*args: Any, **kwargs: Any) -> Any:
+        recording = active()
+        if recording is not None:
+            recording.calls.is_batching = True
+        return before(*args, **kwargs)
+
+    @functools.wraps(after)
+    def end(*args: Any, **kwargs: Any) -> Any:
+        recording = active()
+        if recording is not None:
+            recording.calls.is_batching = False
+        work = after(*args, **kwargs)
+        if recording is not None and work is not None:
+            recording.calls.batched(work)
+            _patch_wait(type(work), active)
+        return work
+
+    dist.ProcessGroup._start_coalescing, dist.ProcessGroup._end_coalescing = start, end
+
+
+def patch_functional(module: types.ModuleType, active: Callable[[], Recording | None]) -> None:
+    """``torch.distributed._functional_collectives``: see which group each looks up."""
+    for name in ("_resolve_group", "_resolve_group_name"):
+        original = getattr(module, name, None)
+        if original is not None:
+            setattr(module, name, _looking_up(original, active))
+
+
+def _looking_up(original: Any, active: Callable[[], Recording | None]) -> Any:
+    @functools.wraps(original)
+    def look_up(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        recording = None if torch.compiler.is_compiling() else active()
+        if recording is not None and recording.calls.log is not None:
+            group = dist.distributed_c10d._resolve_process_group(found) if isinstance(found, str) else found
+            if isinstance(group, dist.ProcessGroup):
+                recording.calls.looked_up(group)
+        return found
+
+    return look_up
 
 
 _waiting: set[type] = set()

@@ -20,8 +20,8 @@ _PATIENCE_S = 5.0
 
 
 class Counters:
-    """Each rank leaves ``.pid-N`` in the folder, with its host's name. The one that makes ``.sampler-HOST`` starts the process, in
-    the ranks' network, when all of the host's are there."""
+    """Each rank leaves ``.pid-N-HOST`` in the folder. The one that makes ``.sampler-HOST`` starts the process, in the ranks'
+    network, when all of the host's are there."""
 
     def __init__(self, folder: Path, identity: Identity) -> None:
         self._folder = folder

@@ -29,14 +29,13 @@ class Identity:
 
     def __init__(self) -> None:
         self.rank, self.world, self.here = _launched()
-        self.is_certain = False
         self.start_ns = time.monotonic_ns()
         self.wall_ns = time.time_ns()
         self.host = host()
         self.about: dict[str, Any] = {}
 
     def joined(self, rank: int, world: int, backend: str) -> None:
-        self.rank, self.world, self.is_certain = rank, world, True
+        self.rank, self.world = rank, world
         self.about["backend"] = backend
 
     def header(self) -> Header:

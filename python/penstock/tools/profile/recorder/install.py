@@ -1,7 +1,7 @@
 """The marks: what of torch is replaced, and by what. Called once torch is imported, in any process of a profiled command.
 
-Nothing is recorded before the process trains: a launcher such as torchrun imports torch, too. Neither is a worker of a
-DataLoader, or a process that a rank has forked.
+Nothing is recorded before the process trains: a launcher such as torchrun imports torch, too. Nor is a worker of a DataLoader, or
+a process that a rank has forked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from penstock.tools.profile.recorder import collectives, sampling
 from penstock.tools.profile.recorder.identity import Identity
-from penstock.tools.profile.recorder.recording import Recording
+from penstock.tools.profile.recorder.recording import PROFILED, Recording
 
 __all__ = ["install"]
 
@@ -40,6 +40,7 @@ class _State:
         """Whether a module runs, whose inner modules are no marks; always where nothing is recorded."""
         self.folder: Path | None = None
         self.identity: Identity | None = None
+        """Once the process has joined others."""
         self.recording: Recording | None = None
         self.is_patched = False
 
@@ -52,7 +53,7 @@ def install(folder: str) -> None:
     """Put the marks in place, for a profile in that folder."""
     if _state.folder is not None:
         return
-    _state.folder, _state.identity, _state.inside = Path(folder), Identity(), False
+    _state.folder, _state.inside = Path(folder), False
     if not _state.is_patched:
         _state.is_patched = True
         try:
@@ -63,7 +64,7 @@ def install(folder: str) -> None:
 
 
 def _patch() -> None:
-    os.register_at_fork(after_in_parent=_forked, after_in_child=_stop)
+    os.register_at_fork(after_in_parent=_forked, after_in_child=_born)
     _patch_modules()
     _patch_backward()
     _patch_optimizers()
@@ -91,11 +92,11 @@ def _begin() -> Recording | None:
     """The recording, on its training thread; begins it if this process may be a rank."""
     recording = _state.recording
     if recording is None:
-        if _state.folder is None or _state.identity is None:
+        if _state.folder is None:
             return None
-        if multiprocessing.parent_process() is not None and not _state.identity.is_certain:
+        if multiprocessing.parent_process() is not None and _state.identity is None:
             return None  # a worker of a DataLoader; one that joins the others is a rank
-        recording = _state.recording = Recording(_state.folder, _state.identity)
+        recording = _state.recording = Recording(_state.folder, _state.identity or Identity())
         if multiprocessing.parent_process() is None:
             atexit.register(_end)
         else:  # what multiprocessing has started does not call what atexit has
@@ -113,7 +114,9 @@ def _train() -> Recording | None:
 
 
 def _joined(rank: int, world: int, backend: str) -> None:
-    if _state.identity is not None:
+    if _state.folder is not None:
+        recording = _state.recording
+        _state.identity = recording.identity if recording is not None else Identity()
         _state.identity.joined(rank, world, backend)
         _begin()
 
@@ -122,6 +125,12 @@ def _forked() -> None:
     recording = _active()
     if recording is not None:
         recording.event("fork")
+
+
+def _born() -> None:
+    """In a fork. That of a rank is none; that of a launcher may become one."""
+    if _state.recording is not None or PROFILED in os.environ:
+        _stop()
 
 
 def _stop() -> None:
@@ -139,8 +148,7 @@ def _end() -> None:
 def _running_sample() -> Iterator[Callable[[], None]]:
     recording = _active()
     if recording is not None and recording.sampling.is_running:
-        text = "the script starts torch's profiler itself: there are no samples while it runs"
-        recording.sampling.say("profiler", text)
+        recording.sampling.yields()
         yield functools.partial(recording.sampling.abandon, recording.calls)
 
 
@@ -330,7 +338,12 @@ def _patch_passes(module: types.ModuleType) -> None:
     module._wait = wait  # type: ignore[attr-defined]
 
 
+def _patch_functional(module: types.ModuleType) -> None:
+    collectives.patch_functional(module, _active)
+
+
 _LATER: dict[str, Callable[[types.ModuleType], None]] = {
+    "torch.distributed._functional_collectives": _patch_functional,
     "torch.distributed.checkpoint": _patch_checkpoint,
     "safetensors.torch": _patch_safetensors,
     "penstock.training.passes": _patch_passes,

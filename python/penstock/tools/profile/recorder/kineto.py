@@ -12,7 +12,7 @@ import bisect
 import collections
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.profiling.record import Interval, Operation, Sample
@@ -45,6 +45,8 @@ class Call:
     peer: int | None = None
     purpose: str = ""
     bytes: int = 0
+    is_batched: bool = False
+    """Whether it is one of several that run as one."""
     waited_ns: int = 0
     """When the wait for it ended, if it was waited for."""
 
@@ -61,6 +63,8 @@ class Window:
     """Backward passes, in order."""
     reducers: Call | None = None
     """What DDP's own operations are: their group. None without DDP."""
+    hints: Sequence[Call] = ()
+    """Groups that functional collectives looked up, in order; what they launch, no method of a group shows."""
     default: Call = field(default_factory=lambda: Call("", "", 0))
 
 
@@ -114,6 +118,7 @@ def sample(events: Iterable[Any], window: Window, clock: Callable[[int], int], t
     operators: list[tuple[int, int, int]] = []
     threads = {thread}
     launches: list[_Launch] = []
+    functional: list[Interval] = []
     courses: list[tuple[str, int, int, int]] = []
     dropped = 0
     for event in events:
@@ -126,7 +131,9 @@ def sample(events: Iterable[Any], window: Window, clock: Callable[[int], int], t
             start_ns = clock(event.start_ns())
             launches.append(_Launch(canonical(name[6:]), start_ns, start_ns + event.duration_ns()))
         elif event.is_async() or name.startswith(_WAITS):
-            continue
+            if name.startswith("_c10d_functional::"):
+                start_ns = clock(event.start_ns())
+                functional.append((start_ns, start_ns + event.duration_ns()))
         elif len(operators) >= MOST_EVENTS:
             dropped += 1
         else:
@@ -138,7 +145,17 @@ def sample(events: Iterable[Any], window: Window, clock: Callable[[int], int], t
                 start_ns = clock(event.start_ns())
                 operators.append((start_ns, start_ns + event.duration_ns(), of))
     busy = _merged(((start, end) for start, end, of in operators if of in threads), window)
+    window = replace(window, calls=[*window.calls, *_hinted(window, functional)])
     return Sample(window.step, busy, tuple(_operations(window, launches, courses)), dropped)
+
+
+def _hinted(window: Window, functional: list[Interval]) -> Iterable[Call]:
+    """What functional collectives launched, as calls of the group that was looked up before."""
+    starts = [hint.start_ns for hint in window.hints]
+    for start, end in functional:
+        index = bisect.bisect_right(starts, start) - 1
+        if index >= 0:
+            yield replace(window.hints[index], start_ns=start, end_ns=end)
 
 
 def _merged(intervals: Iterable[Interval], window: Window) -> tuple[Interval, ...]:
@@ -169,7 +186,7 @@ def _operations(
         """The last call of that name that began before."""
         index = bisect.bisect_right(starts, at_ns) - 1
         for call in reversed(calls[max(0, index - 8) : index + 1]):
-            if call.operation == name and at_ns <= call.end_ns:
+            if call.operation in (name, "") and at_ns <= call.end_ns:
                 return call
         return None
 
@@ -185,18 +202,20 @@ def _operations(
             launch.is_matched = True
             issued_ns = launch.start_ns
         call = called(name, issued_ns) or _unnamed(window, name, issued_ns)
-        found.append((issued_ns, end_ns, length or call.bytes, name, call))
+        # A course's end is written by the backend's thread, which may come after whoever waited for the operation.
+        ended_ns = min(end_ns, call.waited_ns) if call.waited_ns > issued_ns else end_ns
+        found.append((issued_ns, ended_ns, length or call.bytes, name, call))
     # A backend that shows no courses: what Python waited for, from the call to the end of the wait.
     seen = {id(call) for *_, call in found}
     for call in calls:
-        if id(call) in seen:
+        if id(call) in seen or not call.operation:
             continue
         # Of a batch, the calls come first, and then one course for all.
         batch = next(((start, end) for start, end in batches if call.end_ns <= start), None)
-        if call.waited_ns:
-            found.append((call.start_ns, call.waited_ns, call.bytes, call.operation, call))
-        elif batch is not None:
+        if call.is_batched and batch is not None:
             found.append((*batch, call.bytes, call.operation, call))
+        elif call.waited_ns:
+            found.append((call.start_ns, call.waited_ns, call.bytes, call.operation, call))
     found.sort(key=lambda each: each[0])
     numbers: collections.Counter[tuple[str, str, int | None]] = collections.Counter()
     for issued_ns, ended_ns, length, name, call in found:

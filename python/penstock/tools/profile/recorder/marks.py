@@ -11,6 +11,9 @@ __all__ = ["MOST_MARKS", "Marks", "Usage"]
 MOST_MARKS = 50_000
 """Spans and waits that are kept of a step."""
 
+_LEAST_FORWARD_NS = 100_000
+"""Between a mark and a backward pass, if no module ran. Two backward passes in a row have some us between them."""
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -35,7 +38,8 @@ class Marks:
 
     Spans that lie within others end before them. Three are not known when they begin:
 
-    - *forward* goes on after the module has returned, up to the next backward pass, for the loss is in it;
+    - *forward* goes on after the module has returned, up to the next backward pass, for the loss is in it; where no module was
+      called, it is what lies between the last span and the backward pass;
     - *evaluation* joins calls between which there is nothing but the loader;
     - a module in evaluation mode with gradients is forward if a backward pass follows in the same step.
     """
@@ -53,10 +57,14 @@ class Marks:
         self._maybe_forward: list[int] = []
         """Where in the spans there are evaluations that may yet turn out to be forward."""
         self._evaluates_with_gradients = False
+        self._last_ns = now_ns
+        """When the last span of the step ended, or the step began."""
 
     # ------------------------------------------------------------------------------------------------------- spans
 
     def enter(self, phase: str, at_ns: int) -> None:
+        if phase == "backward" and self._forward is None and at_ns - self._last_ns > _LEAST_FORWARD_NS:
+            self._forward = (self._last_ns, at_ns)  # without a module, such as a compiled function
         if phase == "backward" and self._forward is not None:
             self._span("forward", self._forward[0], at_ns)
             self._forward = None
@@ -121,7 +129,8 @@ class Marks:
         left_out = self._parts.left_out
         self._parts = _Parts()
         self.number += 1
-        self.start_ns, self._usage = at_ns, usage
+        self.start_ns = self._last_ns = at_ns
+        self._usage = usage
         return step, left_out
 
     def _step(self, at_ns: int, usage: Usage) -> Step:
@@ -163,10 +172,10 @@ class Marks:
         if self._has_room():
             # What began in the step before has its first part there.
             self._parts.spans.append(Span(phase, max(start_ns, self.start_ns), max(end_ns, self.start_ns)))
+            self._last_ns = max(self._last_ns, end_ns)
 
     def _has_room(self) -> bool:
         if len(self._parts.spans) + len(self._parts.waits) < MOST_MARKS:
             return True
         self._parts.left_out += 1
         return False
-

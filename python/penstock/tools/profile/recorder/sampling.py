@@ -16,6 +16,7 @@ from torch.autograd import profiler
 from penstock.profiling.record import Event, Sample, Step
 from penstock.tools.profile.recorder.collectives import Calls
 from penstock.tools.profile.recorder.kineto import Window, sample
+from penstock.tools.profile.recorder.reductions import reductions
 
 __all__ = ["Sampling", "patch"]
 
@@ -86,12 +87,16 @@ class Sampling:
         """The script starts torch's profiler itself, or ends."""
         own, self._profile = self._profile, None
         if calls is not None:
-            calls.log = None
+            calls.stop()
         if own is not None:
             with contextlib.suppress(Exception):
                 own.__exit__(None, None, None)
 
-    def say(self, kind: str, text: str) -> None:
+    def yields(self) -> None:
+        """There can be one profiler, and the script's goes first."""
+        self._say("profiler", "the script runs torch's profiler itself: there are no samples while it does")
+
+    def _say(self, kind: str, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
             self._put(Event(time.monotonic_ns(), kind, text))
@@ -101,7 +106,7 @@ class Sampling:
 
     def _start(self, target: int, calls: Calls) -> None:
         if _is_used_by_script():
-            self.say("profiler", "the script runs torch's profiler itself: there are no samples while it does")
+            self.yields()
             return
         began_ns = time.monotonic_ns()
         own = profiler.profile(use_kineto=True, record_shapes=True)
@@ -109,9 +114,10 @@ class Sampling:
         try:
             own.__enter__()
         except Exception as error:
-            self.say("profiler", f"torch's profiler does not start, so there are no samples: {error}")
+            self._say("profiler", f"torch's profiler does not start, so there are no samples: {error}")
             return
-        self._profile, self._target, calls.log = own, target, []
+        self._profile, self._target = own, target
+        calls.start()
         self._began = [_mark() for _ in range(_MARKS)]
         self._cost = time.monotonic_ns() - began_ns
 
@@ -119,12 +125,12 @@ class Sampling:
         began_ns = time.monotonic_ns()
         ended = [_mark() for _ in range(_MARKS)]
         own, self._profile = self._profile, None
-        log, calls.log = calls.log or [], None
+        log, hints = calls.stop()
         try:
             own.__exit__(None, None, None)
             events = own.kineto_results.events()
         except Exception as error:
-            self.say("profiler", f"torch's profiler does not stop, so there are no samples: {error}")
+            self._say("profiler", f"torch's profiler does not stop, so there are no samples: {error}")
             return
         times, thread = _times(events)
         clock = _clock(times, self._began, ended)
@@ -133,7 +139,9 @@ class Sampling:
             self._put(Event(time.monotonic_ns(), "clock", text))
         else:
             backward = [(span.start_ns, span.end_ns) for span in step.spans if span.phase == "backward"]
-            window = Window(step.number, step.start_ns, step.end_ns, log, backward, calls.reducers(), calls.default())
+            log += reductions(step.start_ns, calls.label)
+            known = calls.reducers(), hints, calls.default()
+            window = Window(step.number, step.start_ns, step.end_ns, log, backward, *known)
             self._put(sample(events, window, clock, thread))
         self._cost += time.monotonic_ns() - began_ns
         self._costs.append(self._cost)

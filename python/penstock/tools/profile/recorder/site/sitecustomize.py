@@ -4,15 +4,19 @@ It waits for torch to be imported, and then starts the recorder. Processes witho
 that would have been imported otherwise is, too.
 """
 
+from __future__ import annotations
+
 import importlib.machinery
 import importlib.util
 import os
 import sys
+from types import ModuleType
+from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def _mark(name, text=""):
+def _mark(name: str, text: str = "") -> None:
     """A file in the folder of the profile, from which the command learns how far a script has come."""
     try:
         with open(os.path.join(os.environ["PENSTOCK_PROFILE"], name), "w", encoding="utf-8") as file:
@@ -21,7 +25,7 @@ def _mark(name, text=""):
         pass
 
 
-def _start():
+def _start() -> None:
     _mark(".torch")
     try:
         from penstock.tools.profile.recorder import install
@@ -34,15 +38,15 @@ def _start():
 class _Torch:
     """Finds torch as if this was not here, and calls `_start` when it has been imported."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        spec: Any = importlib.util.find_spec(name)
         execute = getattr(spec and spec.loader, "exec_module", None)
         if execute is not None:
 
-            def execute_and_start(module):
+            def execute_and_start(module: ModuleType) -> None:
                 execute(module)
                 _start()
 
@@ -50,7 +54,7 @@ class _Torch:
         return spec
 
 
-def _chain():
+def _chain() -> None:
     """Import the module that this one hides, in its place."""
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:
