@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -18,6 +19,11 @@ import forked
 from penstock.cli import main
 from penstock.profiling.record import Event, Header, Record, Step
 from penstock.tools.profile import run
+
+# Until the parts that read and divide records are on this branch.
+whole = pytest.mark.skipif(
+    importlib.util.find_spec("penstock.profiling.readers") is None, reason="the readers are another branch's"
+)
 
 SCRIPT = pathlib.Path(__file__).parent / "profiled" / "train.py"
 
@@ -72,6 +78,7 @@ def test_folders_are_numbered(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
     assert [run.fresh_folder(None).name for _ in range(2)] == ["penstock-profile-1", "penstock-profile-2"]
 
 
+@whole
 def test_a_script_and_its_record(tmp_path: pathlib.Path) -> None:
     """The table and where the records are; and the same again from the folder, with every output."""
     done = profile(tmp_path, str(SCRIPT), "accumulation")
@@ -86,6 +93,7 @@ def test_a_script_and_its_record(tmp_path: pathlib.Path) -> None:
     json.loads((tmp_path / "trace.json").read_text())
 
 
+@whole
 def test_the_exit_code_is_the_scripts(tmp_path: pathlib.Path) -> None:
     """And what it trained before is told."""
     script = tmp_path / "ends.py"
@@ -100,6 +108,7 @@ def test_the_exit_code_is_the_scripts(tmp_path: pathlib.Path) -> None:
     assert "backward" in done.stdout
 
 
+@whole
 def test_a_ctrl_c_ends_the_script_and_is_told(tmp_path: pathlib.Path) -> None:
     """It goes to the script, and what was recorded is read."""
     script = tmp_path / "waits.py"
@@ -133,6 +142,7 @@ def test_a_ctrl_c_ends_the_script_and_is_told(tmp_path: pathlib.Path) -> None:
     assert "optimizer" in stdout and "the records are in" in stdout, stdout + stderr
 
 
+@whole
 @pytest.mark.slow
 def test_the_command_of_the_page(tmp_path: pathlib.Path) -> None:
     """In fresh processes: torchrun, two ranks, the script of the page on `penstock convert`, and the host's counters."""
