@@ -17,6 +17,7 @@ import atexit
 import ctypes
 import dataclasses
 import gc
+import importlib
 import inspect
 import multiprocessing.process
 import multiprocessing.reduction
@@ -223,12 +224,17 @@ def _become(child: _Child) -> NoReturn:
         atexit._clear()
         # What multiprocessing holds of the parent's is not this process's to end; its own children are.
         multiprocessing.process._children.clear()  # type: ignore[attr-defined]
+        multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
         multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
         atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
         # Else `runpy` would warn that the module which is to become __main__ is there already.
         if child.arguments[0] == "-m":
             sys.modules.pop(child.arguments[1], None)
         subprocess.Popen._execute_child = _fork_instead  # type: ignore[method-assign]
+        # As `site` does it; only what a test puts on PYTHONPATH, for the environment's own has been imported.
+        sys.modules.pop("sitecustomize", None)
+        if any(os.path.exists(os.path.join(each, "sitecustomize.py")) for each in sys.path[: -len(fork_server.PATH)]):
+            importlib.import_module("sitecustomize")
         forks.execute(child.arguments)
     except BaseException:
         traceback.print_exc()

@@ -53,6 +53,7 @@ VERBS = {
     "flight": "Tell what the ranks were doing when something went wrong.",
     "info": "List versions and every setting: value, origin and meaning.",
     "plan": "Choose servers' parts of a model, and where gradients are summed.",
+    "profile": "Tell where the time of a training step goes, rank by rank.",
     "run": "Convert a training script in memory, and start it with torchrun.",
     "server": "Commit sums and return them: the end of in-network aggregation.",
     "simulate": "Run the shipped protocol in virtual time, with seeded faults.",

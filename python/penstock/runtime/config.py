@@ -235,8 +235,9 @@ def _level(text: str) -> str:
     return text
 
 
-MARKS = ("PENSTOCK_TESTBED", "PENSTOCK_TESTBED_RUN")
-"""Variables by which the testbed finds processes that it has started (`penstock.tools.testbed.keeper`); they are no settings."""
+MARKS = ("PENSTOCK_PROFILE", "PENSTOCK_PROFILED", "PENSTOCK_TESTBED", "PENSTOCK_TESTBED_RUN")
+"""Variables that are no settings: by them the testbed finds processes that it has started (`penstock.tools.testbed.keeper`), and
+`penstock profile` the ranks of a script (`penstock.tools.profile.recorder`)."""
 
 OLD_NAMES = {"PENSTOCK_PLAN": "PENSTOCK_DEPLOYMENT"}
 """Old names of settings, and their names now. The new name wins where both are set."""

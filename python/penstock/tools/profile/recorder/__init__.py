@@ -1,0 +1,7 @@
+"""What runs in the processes of a profiled command (docs/design/profile.md, "How it gets into the script").
+
+- `site/sitecustomize.py`: waits for torch; `install`: the marks.
+- `recording`: a rank; `marks` (spans and steps) and `iterations` (where a step ends) know no torch.
+- `collectives`, `purposes`: calls of torch.distributed. `sampling`, `kineto`: torch's profiler.
+- `identity`, `writer`, `counters`: who this is, its file, and the process that reads the host's counters.
+"""

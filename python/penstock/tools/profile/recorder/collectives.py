@@ -1,0 +1,323 @@
+"""Calls of torch.distributed: which wait, for what, in which group and for what purpose."""
+
+from __future__ import annotations
+
+import functools
+import time
+import types
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from penstock.tools.profile.recorder import purposes
+from penstock.tools.profile.recorder.kineto import Call, canonical
+from penstock.tools.profile.recorder.marks import Marks
+
+__all__ = ["Calls", "patch", "patch_functional"]
+
+_METHODS = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "barrier", "send", "recv"),
+    *("allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single"),
+    *("all_gather_single_coalesced", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
+    *("gather_single", "gather_into_tensor", "recv_anysource", "monitored_barrier"),
+)
+"""Of ``ProcessGroup``, as far as this torch has them: what functions of torch.distributed call, whoever calls those."""
+
+
+class Recording(Protocol):
+    """As in `recording`, as far as a call needs it."""
+
+    calls: Calls
+    marks: Marks
+    phase: str
+
+
+class Calls:
+    """The calls of a rank's process groups in this step, and what is known of its groups."""
+
+    def __init__(self) -> None:
+        self.log: list[Call] | None = None
+        """Those of a sample. None outside."""
+        self.hints: list[Call] = []
+        """Groups that functional collectives looked up in a sample."""
+        self.last: Call | None = None
+        self.is_batching = False
+        self.is_waiting = False
+        self._works: dict[int, Call] = {}
+        self._receives: list[Call] = []
+        self._reducers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def describe(self, group: Any, operation: str, phase: str, is_within: bool) -> Call:
+        """A call that begins now, as for `purposes.of_operation`."""
+        name, purpose = _label(group)
+        if operation == "send":
+            purpose = "pipeline send"
+        elif operation != "recv":
+            purpose = purpose or purposes.of_operation(operation, phase, is_within=is_within)
+        return Call(operation, name, time.monotonic_ns(), ranks=group.size(), purpose=purpose)
+
+    def looked_up(self, group: Any) -> None:
+        """By a functional collective."""
+        name, purpose = _label(group)
+        self.hints.append(Call("", name, time.monotonic_ns(), ranks=group.size(), purpose=purpose))
+
+    def batched(self, work: Any) -> None:
+        """The work of several calls at once."""
+        if self.last is not None:
+            self._works[id(work)] = replace(self.last)
+
+    def issued(self, call: Call, work: Any) -> None:
+        call.end_ns = time.monotonic_ns()
+        call.is_batched = self.is_batching
+        self.last = call
+        if work is not None:
+            self._works[id(work)] = call
+        if call.operation == "recv":
+            call.purpose = ""
+            self._receives.append(call)
+        if self.log is not None:
+            self.log.append(call)
+
+    def waited(self, work: Any) -> Call | None:
+        return self._works.pop(id(work), None)
+
+    def comes(self, phase: str) -> None:
+        """What was received before a forward or a backward pass is for that."""
+        if self._receives:
+            for call in self._receives:
+                call.purpose = f"pipeline {phase} recv"
+            self._receives.clear()
+
+    def start(self) -> None:
+        """Keep the calls, for a sample."""
+        self.log, self.hints = [], []
+
+    def stop(self) -> tuple[list[Call], list[Call]]:
+        """Calls, and looked up groups."""
+        found = self.log or [], self.hints
+        self.log, self.hints = None, []
+        return found
+
+    def step_ended(self) -> None:
+        self._works.clear()
+        self.last = None
+
+    def built(self, module: Any) -> None:
+        """A DistributedDataParallel."""
+        self._reducers.add(module)
+
+    def reducers(self) -> Call | None:
+        """What DDP's own operations are. Of several that are alive, the last that was built is the model most often."""
+        for module in self._reducers:
+            group = getattr(module, "process_group", None)
+            if group is not None:
+                name, _ = _label(group)
+                return Call("", name, 0, ranks=group.size(), purpose="data-parallel sync")
+        return None
+
+    @staticmethod
+    def label(name: str) -> tuple[str, int]:
+        """Of a group, from torch's name: its name in records, and its ranks."""
+        for group, given in dist.distributed_c10d._world.pg_names.items():
+            if given == name:
+                return _label(group)[0], group.size()
+        return name, 0
+
+    @staticmethod
+    def default() -> Call:
+        if not dist.is_initialized():
+            return Call("", "", 0)
+        group = dist.group.WORLD
+        return Call("", _label(group)[0], 0, ranks=group.size())
+
+
+def _label(group: Any) -> tuple[str, str]:
+    """A name that is the same on all ranks of the group and another one for each other group, and its purpose by its name."""
+    description = getattr(group, "group_desc", "") or ""
+    if description in ("default_pg", "undefined"):
+        description = ""
+    name = str(getattr(group, "group_name", "") or "")
+    if name in ("0", "default_pg") and not description:
+        return "default", ""
+    return f"{description}:{name}" if description else name, purposes.of_group(description or name)
+
+
+def patch(active: Callable[[], Recording | None], joined: Callable[[int, int, str], None]) -> None:
+    """Let torch.distributed tell of its calls."""
+    for name in _METHODS:
+        method = getattr(dist.ProcessGroup, name, None)
+        if method is not None:
+            setattr(dist.ProcessGroup, name, _issuing(method, name, active))
+    _patch_batches(active)
+    _patch_wait(dist.Work, active)
+    _patch_wait(torch.futures.Future, active)
+    _patch_init(joined)
+    _patch_ddp(active)
+
+
+def _issuing(method: Any, name: str, active: Callable[[], Recording | None]) -> Any:
+    operation, blocks = canonical(name), name == "monitored_barrier"
+
+    @functools.wraps(method)
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        recording = active()
+        if recording is None:
+            return method(group, *args, **kwargs)
+        calls = recording.calls
+        known = calls.describe(group, operation, recording.phase, recording.marks.is_in("backward"))
+        if calls.log is not None:
+            known.bytes = _length(args, operation)
+            if name in ("send", "recv"):
+                known.peer = _peer(group, args, kwargs)
+        work = None
+        try:
+            work = method(group, *args, **kwargs)
+        finally:
+            calls.issued(known, work)
+            if blocks:
+                known.waited_ns = known.end_ns
+                recording.marks.wait(known.start_ns, known.end_ns, operation, known.group)
+        _patch_wait(type(work), active)
+        return work
+
+    return call
+
+
+def _patch_batches(active: Callable[[], Recording | None]) -> None:
+    before, after = dist.ProcessGroup._start_coalescing, dist.ProcessGroup._end_coalescing
+
+    @functools.wraps(before)
+    def start(*args: Any, **kwargs: Any) -> Any:
+        recording = active()
+        if recording is not None:
+            recording.calls.is_batching = True
+        return before(*args, **kwargs)
+
+    @functools.wraps(after)
+    def end(*args: Any, **kwargs: Any) -> Any:
+        recording = active()
+        if recording is not None:
+            recording.calls.is_batching = False
+        work = after(*args, **kwargs)
+        if recording is not None and work is not None:
+            recording.calls.batched(work)
+            _patch_wait(type(work), active)
+        return work
+
+    dist.ProcessGroup._start_coalescing, dist.ProcessGroup._end_coalescing = start, end
+
+
+def patch_functional(module: types.ModuleType, active: Callable[[], Recording | None]) -> None:
+    """``torch.distributed._functional_collectives``: see which group each looks up."""
+    for name in ("_resolve_group", "_resolve_group_name"):
+        original = getattr(module, name, None)
+        if original is not None:
+            setattr(module, name, _looking_up(original, active))
+
+
+def _looking_up(original: Any, active: Callable[[], Recording | None]) -> Any:
+    @functools.wraps(original)
+    def look_up(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        recording = None if torch.compiler.is_compiling() else active()
+        if recording is not None and recording.calls.log is not None:
+            group = dist.distributed_c10d._resolve_process_group(found) if isinstance(found, str) else found
+            if isinstance(group, dist.ProcessGroup):
+                recording.calls.looked_up(group)
+        return found
+
+    return look_up
+
+
+_waiting: set[type] = set()
+
+
+def _patch_wait(kind: type, active: Callable[[], Recording | None]) -> None:
+    """A backend in Python has a class of its own, whose ``wait`` is not that of torch."""
+    if kind in _waiting:
+        return
+    _waiting.add(kind)
+    original = kind.__dict__.get("wait")
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recording = active()
+        if recording is None or recording.calls.is_waiting:
+            return original(self, *args, **kwargs)
+        calls = recording.calls
+        calls.is_waiting = True
+        start_ns = time.monotonic_ns()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            end_ns = time.monotonic_ns()
+            calls.is_waiting = False
+            known = calls.waited(self)
+            if known is None:
+                recording.marks.wait(start_ns, end_ns)
+            else:
+                known.waited_ns = end_ns
+                recording.marks.wait(start_ns, end_ns, known.operation, known.group)
+
+    setattr(kind, "wait", wait)  # noqa: B010  (mypy knows that it is a method)
+
+
+def _patch_init(joined: Callable[[int, int, str], None]) -> None:
+    from torch.distributed import distributed_c10d as c10d
+
+    original = c10d.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        joined(dist.get_rank(), dist.get_world_size(), str(dist.get_backend()))
+        return result
+
+    for module in (c10d, dist):
+        module.init_process_group = init_process_group
+
+
+def _patch_ddp(active: Callable[[], Recording | None]) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    original = DistributedDataParallel.__init__
+
+    @functools.wraps(original)
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        recording = active()
+        if recording is not None:
+            recording.calls.built(self)
+
+    DistributedDataParallel.__init__ = build
+
+
+def _length(args: tuple[Any, ...], operation: str) -> int:
+    """Bytes of a call's input: its second argument if it has an output first."""
+    at = 1 if operation in ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all") and len(args) > 1 else 0
+    return _size(args[at]) if args else 0
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return 0 if value.layout != torch.strided else value.numel() * value.element_size()
+    return sum(map(_size, value)) if isinstance(value, list | tuple) else 0
+
+
+def _peer(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The other rank, in the whole job. A receive from any rank has none."""
+    named = [kwargs[name] for name in ("dstRank", "srcRank", "dst", "src") if name in kwargs]
+    peer = named[0] if named else args[1] if len(args) > 1 else None
+    if not isinstance(peer, int):
+        return None
+    try:
+        return int(dist.get_global_rank(group, peer))
+    except (ValueError, RuntimeError, KeyError):
+        return None

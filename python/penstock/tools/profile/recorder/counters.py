@@ -1,0 +1,87 @@
+"""Starts the process that reads the counters of this host (``python -m penstock.profiling.sampler``), one for all its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from penstock.tools.profile.recorder.identity import Identity, make_room
+
+__all__ = ["Counters"]
+
+PERIOD_MS = 100
+
+_PATIENCE_S = 5.0
+"""For the other ranks of the host, where the launcher does not say how many there are, or one of them never trains."""
+
+
+class Counters:
+    """Each rank leaves ``.pid-N-HOST`` in the folder. The one that makes ``.sampler-HOST`` starts the process, in the ranks'
+    network, when all of the host's are there."""
+
+    def __init__(self, folder: Path, identity: Identity) -> None:
+        self._folder = folder
+        self._identity = identity
+        self._since_s = time.monotonic()
+        self._is_done = False
+        self._process: subprocess.Popen[bytes] | None = None
+        with contextlib.suppress(OSError):
+            (folder / f".pid-{os.getpid()}-{identity.host}").touch()
+
+    def look(self) -> None:
+        """Start it if it is time. Called again and again, on the writer's thread."""
+        if self._is_done:
+            return
+        pids = self._pids()
+        if len(pids) < self._identity.here and time.monotonic() - self._since_s < _PATIENCE_S:
+            return
+        self._is_done = True
+        if self._is_first():
+            self._start(pids)
+
+    def _pids(self) -> list[int]:
+        found = []
+        for path in self._folder.glob(f".pid-*-{self._identity.host}"):
+            pid = path.name.split("-")[1]
+            if pid.isdigit() and os.path.exists(f"/proc/{pid}"):
+                found.append(int(pid))
+        return sorted(found)
+
+    def _is_first(self) -> bool:
+        """Of the ranks of this host, in this life of the job: what ranks of another life started has ended with them."""
+        path = self._folder / f".sampler-{self._identity.host}"
+        for _ in range(2):
+            try:
+                with open(path, "x", encoding="utf-8") as file:
+                    file.write(str(os.getpid()))
+                return True
+            except FileExistsError:
+                with contextlib.suppress(OSError, ValueError):
+                    if os.path.exists(f"/proc/{int(path.read_text().split()[0])}"):
+                        return False
+                    path.unlink()
+            except OSError:
+                return False
+        return False
+
+    def _start(self, pids: list[int]) -> None:
+        out = make_room(self._folder / f"host-{self._identity.host}.jsonl")
+        options = ["--pids", ",".join(map(str, pids)), "--out", str(out), "--period-ms", str(PERIOD_MS)]
+        env = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_PROFILE")}
+        log = self._folder / f".sampler-{self._identity.host}.log"
+        with open(log, "wb") as errors:
+            # A session of its own: a Ctrl-C is for the script. It ends by itself with the ranks.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "penstock.profiling.sampler", *options],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env=env,
+                start_new_session=True,
+            )
+        with open(self._folder / f".sampler-{self._identity.host}", "a", encoding="utf-8") as file:
+            file.write(f" {self._process.pid}")

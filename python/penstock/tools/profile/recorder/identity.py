@@ -1,0 +1,88 @@
+"""Which rank this process is, on which host, and where its file goes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from penstock.profiling.record import Header
+
+__all__ = ["Identity", "host", "make_room"]
+
+_FROM_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+)
+
+
+class Identity:
+    """The rank, as its launcher says, until ``init_process_group`` says it."""
+
+    def __init__(self) -> None:
+        self.rank, self.world, self.here = _launched()
+        self.start_ns = time.monotonic_ns()
+        self.wall_ns = time.time_ns()
+        self.host = host()
+        self.about: dict[str, Any] = {}
+
+    def joined(self, rank: int, world: int, backend: str) -> None:
+        self.rank, self.world = rank, world
+        self.about["backend"] = backend
+
+    def header(self) -> Header:
+        return Header(self.rank, self.world, self.host, os.getpid(), self.start_ns, self.wall_ns, self.about)
+
+    def describe(self, torch: Any) -> None:
+        self.about |= {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "command": " ".join(getattr(sys, "orig_argv", sys.argv))[:2000],
+            "device": "cuda" if torch.cuda.is_available() else "cpu",
+            "threads": torch.get_num_threads(),
+            "cores": len(os.sched_getaffinity(0)),
+        }
+
+
+def _launched() -> tuple[int, int, int]:
+    """Rank, ranks of the job, ranks on this host."""
+    for rank, world, here in _FROM_LAUNCHERS:
+        with contextlib.suppress(KeyError, ValueError):
+            found = int(os.environ[rank]), int(os.environ[world]), int(os.environ.get(here, "1"))
+            if 0 <= found[0] < found[1]:
+                return found
+    return 0, 1, 1
+
+
+def host() -> str:
+    """A name for this machine and network namespace: ranks of two namespaces share a clock, but no interfaces."""
+    network = os.stat("/proc/self/ns/net").st_ino if os.path.exists("/proc/self/ns/net") else 0
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        boot = ""
+    mark = hashlib.sha256(f"{boot}{network}".encode()).hexdigest()[:6]
+    return f"{re.sub(r'[^A-Za-z0-9.-]', '-', socket.gethostname())[:40]}-{mark}"
+
+
+def make_room(path: Path) -> Path:
+    """Move a file of an earlier life of the rank, before torchrun started it again, to ``before-1`` beside it, or ``-2``, ...
+    Each of these folders is one that `penstock profile --read` takes."""
+    number = 1
+    while path.exists():
+        there = path.parent / f"before-{number}" / path.name
+        number += 1
+        if there.exists():
+            continue
+        there.parent.mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(there)
+    return path

@@ -1,0 +1,372 @@
+"""The marks: what of torch is replaced, and by what. Called once torch is imported, in any process of a profiled command.
+
+Nothing is recorded before the process trains: a launcher such as torchrun imports torch, too. Nor is a worker of a DataLoader, or
+a process that a rank has forked.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.abc
+import importlib.util
+import multiprocessing
+import multiprocessing.util
+import os
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.tools.profile.recorder import collectives, sampling
+from penstock.tools.profile.recorder.identity import Identity
+from penstock.tools.profile.recorder.recording import PROFILED, Recording
+
+__all__ = ["install"]
+
+
+class _State:
+    """Of this process."""
+
+    __slots__ = ("folder", "identity", "inside", "is_patched", "recording")
+
+    def __init__(self) -> None:
+        self.inside = False
+        """Whether a module runs, whose inner modules are no marks; always where nothing is recorded."""
+        self.folder: Path | None = None
+        self.identity: Identity | None = None
+        """Once the process has joined others."""
+        self.recording: Recording | None = None
+        self.is_patched = False
+
+
+_state = _State()
+_is_compiling = torch.compiler.is_compiling
+
+
+def install(folder: str) -> None:
+    """Put the marks in place, for a profile in that folder."""
+    if _state.folder is not None:
+        return
+    _state.folder, _state.inside = Path(folder), False
+    if not _state.is_patched:
+        _state.is_patched = True
+        try:
+            _patch()
+        except BaseException:
+            _stop()
+            raise
+
+
+def _patch() -> None:
+    os.register_at_fork(after_in_parent=_forked, after_in_child=_born)
+    _patch_modules()
+    _patch_backward()
+    _patch_optimizers()
+    _patch_functions()
+    _patch_loader()
+    sampling.patch(_running_sample)
+    if torch.distributed.is_available():
+        collectives.patch(_active, _joined)
+    for name, then in _LATER.items():
+        if name in sys.modules:
+            then(sys.modules[name])
+    sys.meta_path.insert(0, _Later())
+
+
+# ------------------------------------------------------------------------------------------------- who is recorded
+
+
+def _active() -> Recording | None:
+    """The recording, on its training thread."""
+    recording = _state.recording
+    return recording if recording is not None and recording.thread == threading.get_ident() else None
+
+
+def _begin() -> Recording | None:
+    """The recording, on its training thread; begins it if this process may be a rank."""
+    recording = _state.recording
+    if recording is None:
+        if _state.folder is None:
+            return None
+        if multiprocessing.parent_process() is not None and _state.identity is None:
+            return None  # a worker of a DataLoader; one that joins the others is a rank
+        recording = _state.recording = Recording(_state.folder, _state.identity or Identity())
+        if multiprocessing.parent_process() is None:
+            atexit.register(_end)
+        else:  # what multiprocessing has started does not call what atexit has
+            multiprocessing.util.Finalize(None, _end, exitpriority=100)
+    return recording if recording.thread == threading.get_ident() else None
+
+
+def _train() -> Recording | None:
+    """The same, for what only the training thread does: if that is not the one that began, it is now."""
+    recording = _begin()
+    if recording is None and _state.recording is not None and _state.recording.marks.number == 0:
+        recording = _state.recording
+        recording.thread = threading.get_ident()
+    return recording
+
+
+def _joined(rank: int, world: int, backend: str) -> None:
+    if _state.folder is not None:
+        recording = _state.recording
+        _state.identity = recording.identity if recording is not None else Identity()
+        _state.identity.joined(rank, world, backend)
+        _begin()
+
+
+def _forked() -> None:
+    recording = _active()
+    if recording is not None:
+        recording.event("fork")
+
+
+def _born() -> None:
+    """In a fork. That of a rank is none; that of a launcher may become one."""
+    if _state.recording is not None or PROFILED in os.environ:
+        _stop()
+
+
+def _stop() -> None:
+    """Record nothing in this process."""
+    _state.folder, _state.recording, _state.inside = None, None, True
+
+
+def _end() -> None:
+    recording, _state.recording = _state.recording, None
+    _state.folder, _state.inside = None, True
+    if recording is not None:
+        recording.end()
+
+
+def _running_sample() -> Iterator[Callable[[], None]]:
+    recording = _active()
+    if recording is not None and recording.sampling.is_running:
+        recording.sampling.yields()
+        yield functools.partial(recording.sampling.abandon, recording.calls)
+
+
+# ----------------------------------------------------------------------------------------------------------- marks
+
+
+def _patch_modules() -> None:
+    original = torch.nn.Module.__call__
+    state = _state
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The first, for Dynamo's sake: what follows is not to be compiled, nor guarded.
+        if _is_compiling() or state.inside:
+            return original(self, *args, **kwargs)
+        return _outermost(self, original, args, kwargs)
+
+    torch.nn.Module.__call__ = call
+
+
+def _outermost(module: Any, original: Any, args: Any, kwargs: Any) -> Any:
+    recording = _begin()
+    # What runs within a backward pass is computed again for it (torch.utils.checkpoint).
+    if recording is None or recording.marks.is_in("backward"):
+        return original(module, *args, **kwargs)
+    has_gradients = torch.is_grad_enabled()
+    is_forward = has_gradients and module.training
+    if is_forward:
+        recording.phase = "forward"
+        recording.calls.comes("forward")
+    _state.inside = True
+    start_ns, number = time.monotonic_ns(), recording.marks.number
+    try:
+        return original(module, *args, **kwargs)
+    finally:
+        if _state.recording is recording:
+            _state.inside = False
+            end_ns = time.monotonic_ns()
+            if number == recording.marks.number:  # else a whole step was within
+                if is_forward:
+                    recording.marks.forward(start_ns, end_ns)
+                else:
+                    recording.marks.evaluation(start_ns, end_ns, with_gradients=has_gradients)
+
+
+def _patch_backward() -> None:
+    from torch.autograd import graph
+
+    original = graph._engine_run_backward
+
+    @functools.wraps(original)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        recording = None if _is_compiling() else _train()
+        if recording is None or recording.marks.is_in("backward"):
+            return original(*args, **kwargs)
+        recording.calls.comes("backward")
+        recording.phase = "backward"
+        with recording.span("backward"):
+            return original(*args, **kwargs)
+
+    graph._engine_run_backward = run_backward
+    torch.autograd._engine_run_backward = run_backward
+
+
+def _patch_optimizers() -> None:
+    from torch.optim import optimizer
+
+    def before(one: Any, args: Any, kwargs: Any) -> None:
+        recording = None if _is_compiling() else _train()
+        if recording is not None:
+            recording.optimizer_begins(one, sys._getframe(1))
+
+    def after(one: Any, args: Any, kwargs: Any) -> None:
+        recording = None if _is_compiling() else _active()
+        if recording is not None:
+            recording.optimizer_ends(one, sys._getframe(1))
+
+    optimizer.register_optimizer_step_pre_hook(before)
+    optimizer.register_optimizer_step_post_hook(after)
+
+
+def _patch_functions() -> None:
+    from torch.amp import GradScaler
+    from torch.nn.utils import clip_grad
+
+    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
+        _mark_function(name, "clip", clip_grad, torch.nn.utils)
+    _mark_function("save", "checkpoint", torch.serialization, torch)
+    _mark_function("unscale_", "unscale", GradScaler)
+    _mark_function("update", "inf check", GradScaler)
+    _mark_function("step", "inf check", GradScaler)
+    inner = GradScaler._maybe_opt_step
+
+    @functools.wraps(inner)
+    def maybe_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        recording = _active()
+        if recording is None:
+            return inner(self, optimizer, *args, **kwargs)
+        steps = recording.steps
+        result = inner(self, optimizer, *args, **kwargs)
+        if recording.steps == steps:
+            recording.stepped(optimizer)  # it would have
+        return result
+
+    GradScaler._maybe_opt_step = maybe_step
+
+
+def _mark_function(name: str, phase: str, *homes: Any) -> None:
+    """Mark a function, or a method, as a phase, wherever it can be found."""
+    original = getattr(homes[0], name, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        recording = None if _is_compiling() else _active()
+        if recording is None or recording.marks.is_in(phase):
+            return original(*args, **kwargs)
+        if phase == "checkpoint":
+            recording.event(phase)
+        with recording.span(phase):
+            return original(*args, **kwargs)
+
+    for home in homes:
+        if getattr(home, name, None) is original:
+            setattr(home, name, marked)
+
+
+def _patch_loader() -> None:
+    from torch.utils.data import DataLoader, dataloader
+
+    def loading(original: Any, kind: type) -> None:
+        @functools.wraps(original)
+        def load(self: Any) -> Any:
+            recording = _begin()
+            if recording is None or recording.marks.is_in("loading"):
+                return original(self)
+            with recording.span("loading"):
+                found = original(self)
+            recording.marks.loaded(_examples(found))
+            return found
+
+        setattr(kind, original.__name__, load)
+
+    loading(dataloader._BaseDataLoaderIter.__next__, dataloader._BaseDataLoaderIter)
+    loading(DataLoader.__iter__, DataLoader)
+
+
+def _examples(batch: Any, depth: int = 3) -> int:
+    """How many a batch holds: the first length of its first tensor."""
+    if isinstance(batch, torch.Tensor):
+        return int(batch.shape[0]) if batch.dim() else 1
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple) and depth:
+        return next((count for count in (_examples(each, depth - 1) for each in batch[:8]) if count), 0)
+    return 0
+
+
+# ----------------------------------------------------------------------------------- modules that may come later
+
+
+def _patch_checkpoint(module: types.ModuleType) -> None:
+    _mark_function("save", "checkpoint", module)
+    _mark_function("async_save", "checkpoint", module)
+
+
+def _patch_safetensors(module: types.ModuleType) -> None:
+    _mark_function("save_file", "checkpoint", module)
+
+
+def _patch_passes(module: types.ModuleType) -> None:
+    """A GradientReducer waits for its sums at the end of a backward pass."""
+    original = module._wait
+
+    @functools.wraps(original)
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        recording = _active()
+        if recording is None:
+            return original(*args, **kwargs)
+        start_ns = time.monotonic_ns()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            recording.marks.wait(start_ns, time.monotonic_ns(), "all_reduce")
+
+    module._wait = wait  # type: ignore[attr-defined]
+
+
+def _patch_functional(module: types.ModuleType) -> None:
+    collectives.patch_functional(module, _active)
+
+
+_LATER: dict[str, Callable[[types.ModuleType], None]] = {
+    "torch.distributed._functional_collectives": _patch_functional,
+    "torch.distributed.checkpoint": _patch_checkpoint,
+    "safetensors.torch": _patch_safetensors,
+    "penstock.training.passes": _patch_passes,
+}
+
+
+class _Later(importlib.abc.MetaPathFinder):
+    """Patches those modules when they have been imported."""
+
+    def __init__(self) -> None:
+        self._names = {name: then for name, then in _LATER.items() if name not in sys.modules}
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        then = self._names.pop(name, None)
+        if then is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        execute = getattr(spec and spec.loader, "exec_module", None)
+        if execute is not None:
+
+            def execute_and_patch(module: types.ModuleType) -> None:
+                execute(module)
+                then(module)
+
+            spec.loader.exec_module = execute_and_patch  # type: ignore[union-attr,method-assign]
+        return spec

@@ -1,0 +1,266 @@
+"""What torch's profiler saw of a step: when the training thread ran operators, and which operations ran from when to when.
+
+An operation has two events: its *launch* ``c10d::allreduce_``, short, on the thread that called, and its *course*, such as
+``gloo:all_reduce`` and ``penstock:all_reduce``, from when the backend took it until it ended. gloo's begins when a thread of
+gloo's takes the operation from its queue, so an operation is issued when its launch begins. Launches and courses of the same name
+are matched in their order.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from penstock.profiling.record import Interval, Operation, Sample
+
+__all__ = ["MOST_EVENTS", "Call", "Window", "canonical", "sample"]
+
+MOST_EVENTS = 100_000
+"""Operators of a sample that are kept. A hundred thousand take 0.1 s to read."""
+
+_JOIN_NS = 10_000
+"""Operators with less between them count as one interval: a pause counts from 100 us on (docs/design/profile.md)."""
+
+_COURSE = re.compile(r"^(?:gloo|penstock|mpi|ucc|xccl):(\w+)$")
+_WAITS = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "autograd::engine::evaluate_function")
+"""Operators that launch communication, wait for it, or hold others that are seen themselves."""
+
+_USER_SCOPE = 7  # RecordScope::USER_SCOPE, a record_function: it holds others, and pauses
+_BACKWARD_SCOPE = 1
+
+
+@dataclass
+class Call:
+    """A call of a process group from Python."""
+
+    operation: str
+    group: str
+    start_ns: int
+    end_ns: int = 0
+    ranks: int = 0
+    peer: int | None = None
+    purpose: str = ""
+    bytes: int = 0
+    is_batched: bool = False
+    """Whether it is one of several that run as one."""
+    waited_ns: int = 0
+    """When the wait for it ended, if it was waited for."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The step, and what Python knows of it."""
+
+    step: int
+    start_ns: int
+    end_ns: int
+    calls: Sequence[Call] = ()
+    backward: Sequence[Interval] = ()
+    """Backward passes, in order."""
+    reducers: Call | None = None
+    """What DDP's own operations are: their group. None without DDP."""
+    hints: Sequence[Call] = ()
+    """Groups that functional collectives looked up, in order; what they launch, no method of a group shows."""
+    default: Call = field(default_factory=lambda: Call("", "", 0))
+
+
+_NAMES = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "sparse_all_reduce": "all_reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "all_gather_single": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "gather_single": "gather",
+    "gather_into_tensor": "gather",
+    "recv_anysource": "recv",
+    "recv_any_source": "recv",
+    "recvAnySource": "recv",
+    "monitored_barrier": "barrier",
+}
+
+
+def canonical(name: str) -> str:
+    """The name that an operation has in records, from a method's, an operator's or a backend's."""
+    name = name.removesuffix("_")
+    return _NAMES.get(name, name)
+
+
+@dataclass
+class _Launch:
+    name: str
+    start_ns: int
+    end_ns: int = 0
+    is_matched: bool = False
+
+
+def sample(events: Iterable[Any], window: Window, clock: Callable[[int], int], thread: int | None) -> Sample:
+    """From Kineto's events (``kineto_results.events()``).
+
+    Args:
+        clock: from Kineto's time to the monotonic clock.
+        thread: the profiler's number of the training thread.
+    """
+    operators: list[tuple[int, int, int]] = []
+    threads = {thread}
+    launches: list[_Launch] = []
+    functional: list[Interval] = []
+    courses: list[tuple[str, int, int, int]] = []
+    dropped = 0
+    for event in events:
+        name = event.name()
+        course = _COURSE.match(name)
+        if course is not None:
+            start_ns = clock(event.start_ns())
+            courses.append((canonical(course[1]), start_ns, start_ns + event.duration_ns(), _bytes(event)))
+        elif name.startswith("c10d::"):
+            start_ns = clock(event.start_ns())
+            launches.append(_Launch(canonical(name[6:]), start_ns, start_ns + event.duration_ns()))
+        elif event.is_async() or name.startswith(_WAITS):
+            if name.startswith("_c10d_functional::"):
+                start_ns = clock(event.start_ns())
+                functional.append((start_ns, start_ns + event.duration_ns()))
+        elif len(operators) >= MOST_EVENTS:
+            dropped += 1
+        else:
+            scope = event.scope()
+            if scope != _USER_SCOPE:
+                of = event.start_thread_id()
+                if scope == _BACKWARD_SCOPE:
+                    threads.add(of)  # with a device, autograd has threads of its own
+                start_ns = clock(event.start_ns())
+                operators.append((start_ns, start_ns + event.duration_ns(), of))
+    busy = _merged(((start, end) for start, end, of in operators if of in threads), window)
+    window = replace(window, calls=[*window.calls, *_hinted(window, functional)])
+    return Sample(window.step, busy, tuple(_operations(window, launches, courses)), dropped)
+
+
+def _hinted(window: Window, functional: list[Interval]) -> Iterable[Call]:
+    """What functional collectives launched, as calls of the group that was looked up before."""
+    starts = [hint.start_ns for hint in window.hints]
+    for start, end in functional:
+        index = bisect.bisect_right(starts, start) - 1
+        if index >= 0:
+            yield replace(window.hints[index], start_ns=start, end_ns=end)
+
+
+def _merged(intervals: Iterable[Interval], window: Window) -> tuple[Interval, ...]:
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        start, end = max(start, window.start_ns), min(end, window.end_ns)
+        if start >= end:
+            continue
+        if found and start <= found[-1][1] + _JOIN_NS:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return tuple(found)
+
+
+def _operations(
+    window: Window, launches: list[_Launch], courses: list[tuple[str, int, int, int]]
+) -> Iterable[Operation]:
+    launches.sort(key=lambda each: each.start_ns)
+    waiting: dict[str, collections.deque[_Launch]] = collections.defaultdict(collections.deque)
+    for launch in launches:
+        waiting[launch.name].append(launch)
+    found: list[tuple[int, int, int, str, Call]] = []
+    calls = sorted(window.calls, key=lambda call: call.start_ns)
+    starts = [call.start_ns for call in calls]
+
+    def called(name: str, at_ns: int) -> Call | None:
+        """The last call of that name that began before."""
+        index = bisect.bisect_right(starts, at_ns) - 1
+        for call in reversed(calls[max(0, index - 8) : index + 1]):
+            if call.operation in (name, "") and at_ns <= call.end_ns:
+                return call
+        return None
+
+    batches: list[tuple[int, int]] = []
+    for name, start_ns, end_ns, length in sorted(courses, key=lambda course: course[1]):
+        issued_ns = start_ns
+        if name == "coalesced":
+            batches.append((start_ns, end_ns))
+            continue
+        queue = waiting[name]
+        if queue and queue[0].start_ns <= start_ns:
+            launch = queue.popleft()
+            launch.is_matched = True
+            issued_ns = launch.start_ns
+        call = called(name, issued_ns) or _unnamed(window, name, issued_ns)
+        # A course's end is written by the backend's thread, which may come after whoever waited for the operation.
+        ended_ns = min(end_ns, call.waited_ns) if call.waited_ns > issued_ns else end_ns
+        found.append((issued_ns, ended_ns, length or call.bytes, name, call))
+    # A backend that shows no courses: what Python waited for, from the call to the end of the wait.
+    seen = {id(call) for *_, call in found}
+    for call in calls:
+        if id(call) in seen or not call.operation:
+            continue
+        # Of a batch, the calls come first, and then one course for all.
+        batch = next(((start, end) for start, end in batches if call.end_ns <= start), None)
+        if call.is_batched and batch is not None:
+            found.append((*batch, call.bytes, call.operation, call))
+        elif call.waited_ns:
+            found.append((call.start_ns, call.waited_ns, call.bytes, call.operation, call))
+    found.sort(key=lambda each: each[0])
+    numbers: collections.Counter[tuple[str, str, int | None]] = collections.Counter()
+    for issued_ns, ended_ns, length, name, call in found:
+        if window.start_ns <= issued_ns < window.end_ns:
+            key = (name, call.group, call.peer)
+            yield Operation(
+                name, call.group, numbers[key], issued_ns, ended_ns, length, call.ranks, call.peer, call.purpose
+            )
+            numbers[key] += 1
+
+
+def _unnamed(window: Window, name: str, at_ns: int) -> Call:
+    """What was launched within C++ in a backward pass is DDP's, if there is one."""
+    if window.reducers is not None and any(start <= at_ns < end for start, end in window.backward):
+        return window.reducers
+    return window.default
+
+
+def _bytes(event: Any) -> int:
+    total = 0
+    for shape, dtype in zip(event.shapes(), event.dtypes(), strict=False):
+        size = _SIZES.get(dtype, 0)
+        for length in shape:
+            if not isinstance(length, int):
+                return 0  # a list of tensors
+            size *= length
+        total += size
+    return total
+
+
+_SIZES = {
+    "bool": 1,
+    "unsigned char": 1,
+    "signed char": 1,
+    "short int": 2,
+    "short": 2,
+    "int": 4,
+    "long int": 8,
+    "long": 8,
+    "float": 4,
+    "double": 8,
+    "c10::Half": 2,
+    "c10::BFloat16": 2,
+    "c10::complex<float>": 8,
+    "c10::complex<double>": 16,
+    "c10::Float8_e4m3fn": 1,
+    "c10::Float8_e5m2": 1,
+}

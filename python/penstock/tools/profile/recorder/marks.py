@@ -1,0 +1,181 @@
+"""Marks of the training thread, made into spans, waits and steps. No torch, no clock: whoever calls says when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.profiling.record import Interval, Span, Step, Wait
+
+__all__ = ["MOST_MARKS", "Marks", "Usage"]
+
+MOST_MARKS = 50_000
+"""Spans and waits that are kept of a step."""
+
+_LEAST_FORWARD_NS = 100_000
+"""Between a mark and a backward pass, if no module ran. Two backward passes in a row have some us between them."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the thread and its process have used of processors so far, in ns."""
+
+    thread_ns: int = 0
+    process_ns: int = 0
+
+
+@dataclass
+class _Parts:
+    """Of the step that runs."""
+
+    spans: list[Span] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+    examples: int = 0
+    left_out: int = 0
+
+
+class Marks:
+    """The step that runs, as far as it has come.
+
+    Spans that lie within others end before them. Three are not known when they begin:
+
+    - *forward* goes on after the module has returned, up to the next backward pass, for the loss is in it; where no module was
+      called, it is what lies between the last span and the backward pass;
+    - *evaluation* joins calls between which there is nothing but the loader;
+    - a module in evaluation mode with gradients is forward if a backward pass follows in the same step.
+    """
+
+    def __init__(self, now_ns: int, usage: Usage) -> None:
+        self.number = 0
+        self.start_ns = now_ns
+        self._usage = usage
+        self._parts = _Parts()
+        self._open: list[tuple[str, int]] = []
+        self._forward: Interval | None = None
+        self._evaluation: Interval | None = None
+        self._between: list[Span] = []
+        """Of the loader since the last evaluation."""
+        self._maybe_forward: list[int] = []
+        """Where in the spans there are evaluations that may yet turn out to be forward."""
+        self._evaluates_with_gradients = False
+        self._last_ns = now_ns
+        """When the last span of the step ended, or the step began."""
+
+    # ------------------------------------------------------------------------------------------------------- spans
+
+    def enter(self, phase: str, at_ns: int) -> None:
+        if phase == "backward" and self._forward is None and at_ns - self._last_ns > _LEAST_FORWARD_NS:
+            self._forward = (self._last_ns, at_ns)  # without a module, such as a compiled function
+        if phase == "backward" and self._forward is not None:
+            self._span("forward", self._forward[0], at_ns)
+            self._forward = None
+        if phase != "loading":
+            self._settle()
+        elif self._forward is not None:
+            self._settle_forward()
+        if phase == "backward":
+            for index in self._maybe_forward:
+                old = self._parts.spans[index]
+                self._parts.spans[index] = Span("forward", old.start_ns, old.end_ns)
+            self._maybe_forward.clear()
+        self._open.append((phase, at_ns))
+
+    def leave(self, phase: str, at_ns: int) -> None:
+        """End the innermost span of that phase, and those within it whose ends were missed (an exception passed)."""
+        if not any(name == phase for name, _ in self._open):
+            return
+        while True:
+            name, start_ns = self._open.pop()
+            if name == "loading" and self._evaluation is not None:
+                self._between.append(Span(name, start_ns, at_ns))
+            else:
+                self._span(name, start_ns, at_ns)
+            if name == phase:
+                return
+
+    def is_in(self, phase: str) -> bool:
+        return any(name == phase for name, _ in self._open)
+
+    def forward(self, start_ns: int, end_ns: int) -> None:
+        """The outermost call of a module, with gradients."""
+        self._settle_evaluation()
+        self._forward = (start_ns if self._forward is None else self._forward[0], end_ns)
+
+    def evaluation(self, start_ns: int, end_ns: int, *, with_gradients: bool = False) -> None:
+        """The outermost call of a module without gradients, or in evaluation mode."""
+        self._settle_forward()
+        if with_gradients != self._evaluates_with_gradients:
+            self._settle_evaluation()
+            self._evaluates_with_gradients = with_gradients
+        self._evaluation = (start_ns if self._evaluation is None else self._evaluation[0], end_ns)
+        self._between.clear()
+
+    def wait(self, start_ns: int, end_ns: int, operation: str = "", group: str = "") -> None:
+        if self._has_room():
+            self._parts.waits.append(Wait(start_ns, end_ns, operation, group))
+
+    def loaded(self, examples: int) -> None:
+        self._parts.examples += examples
+
+    # ------------------------------------------------------------------------------------------------------- steps
+
+    def end_step(self, at_ns: int, usage: Usage) -> tuple[Step, int]:
+        """The step that has ended, and how many marks of it were left out. What is open goes on in the next."""
+        self._settle()
+        self._maybe_forward.clear()
+        for phase, start_ns in self._open:
+            self._span(phase, start_ns, at_ns)
+        self._open = [(phase, at_ns) for phase, _ in self._open]
+        step = self._step(at_ns, usage)
+        left_out = self._parts.left_out
+        self._parts = _Parts()
+        self.number += 1
+        self.start_ns = self._last_ns = at_ns
+        self._usage = usage
+        return step, left_out
+
+    def _step(self, at_ns: int, usage: Usage) -> Step:
+        parts = self._parts
+        return Step(
+            self.number,
+            self.start_ns,
+            at_ns,
+            tuple(parts.spans),
+            tuple(parts.waits),
+            max(0, usage.thread_ns - self._usage.thread_ns),
+            max(0, usage.process_ns - self._usage.process_ns),
+            parts.examples,
+        )
+
+    # ----------------------------------------------------------------------------------------------------- helpers
+
+    def _settle(self) -> None:
+        self._settle_forward()
+        self._settle_evaluation()
+
+    def _settle_forward(self) -> None:
+        if self._forward is not None:
+            self._span("forward", *self._forward)
+            self._forward = None
+
+    def _settle_evaluation(self) -> None:
+        if self._evaluation is None:
+            return
+        if self._evaluates_with_gradients:
+            self._maybe_forward.append(len(self._parts.spans))
+        self._span("evaluation", *self._evaluation)
+        for each in self._between:
+            self._span(each.phase, each.start_ns, each.end_ns)
+        self._evaluation = None
+        self._between = []
+
+    def _span(self, phase: str, start_ns: int, end_ns: int) -> None:
+        if self._has_room():
+            # What began in the step before has its first part there.
+            self._parts.spans.append(Span(phase, max(start_ns, self.start_ns), max(end_ns, self.start_ns)))
+            self._last_ns = max(self._last_ns, end_ns)
+
+    def _has_room(self) -> bool:
+        if len(self._parts.spans) + len(self._parts.waits) < MOST_MARKS:
+            return True
+        self._parts.left_out += 1
+        return False

@@ -1,0 +1,221 @@
+"""Samples: torch's profiler in some steps, the same on all ranks."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+
+from penstock.profiling.record import Event, Sample, Step
+from penstock.tools.profile.recorder.collectives import Calls
+from penstock.tools.profile.recorder.kineto import Window, sample
+from penstock.tools.profile.recorder.reductions import reductions
+
+__all__ = ["Sampling", "patch"]
+
+EARLY = (4, 8, 16)
+"""Steps that are sampled whatever it costs, so that a short run has three samples."""
+
+SHARE = 0.01
+"""Of the time that samples may cost."""
+
+_LEAD = 2
+"""Steps for which the profiler runs: the last is the sample, and the first has the profiler's own beginnings."""
+
+_MOST_DRIFT_NS = 1_000_000
+_MARK = "penstock.profile"
+_MARKS = 3
+"""At each end of a sample. The narrowest tells the difference of the clocks best."""
+
+
+class Sampling:
+    """Decides which steps are samples, and runs the profiler in them.
+
+    The distance between samples is a power of two, and samples are its multiples. Each rank finds its own distance from what
+    samples cost it. Where ranks differ, the rank with the longer distance samples some of the steps of the other, so that
+    nothing need be agreed.
+    """
+
+    def __init__(self, put: Callable[[Sample | Event], None]) -> None:
+        self._put = put
+        self.distance = 2 * EARLY[-1]
+        self._profile: Any = None
+        self._target = 0
+        self._began: list[tuple[int, int]] = []
+        self._costs: collections.deque[int] = collections.deque(maxlen=3)
+        self._cost = 0
+        """Of the sample that runs, so far."""
+        self._plain: collections.deque[int] = collections.deque(maxlen=16)
+        """Durations of the last steps without a profiler."""
+        self._is_plain = False
+        self._said: set[str] = set()
+
+    @property
+    def is_running(self) -> bool:
+        return self._profile is not None
+
+    def wants(self, number: int) -> bool:
+        """Whether there is something to do at the end of that step."""
+        return self.is_running or self._is_sample(number + _LEAD)
+
+    def step_ended(self, step: Step, calls: Calls) -> None:
+        """Start or stop what is due."""
+        self.passed(step)
+        if not self.is_running:
+            if self._is_sample(step.number + _LEAD):
+                self._start(step.number + _LEAD, calls)
+        elif step.number >= self._target:
+            self._stop(step, calls)
+
+    def passed(self, step: Step) -> None:
+        duration_ns = step.end_ns - step.start_ns
+        if self.is_running:
+            usual = statistics.median(self._plain) if self._plain else duration_ns
+            self._cost += max(0, round(duration_ns - usual))
+        elif self._is_plain:
+            self._plain.append(duration_ns)
+        self._is_plain = True
+
+    def abandon(self, calls: Calls | None = None) -> None:
+        """The script starts torch's profiler itself, or ends."""
+        own, self._profile = self._profile, None
+        if calls is not None:
+            calls.stop()
+        if own is not None:
+            with contextlib.suppress(Exception):
+                own.__exit__(None, None, None)
+
+    def yields(self) -> None:
+        """There can be one profiler, and the script's goes first."""
+        self._say("profiler", "the script runs torch's profiler itself: there are no samples while it does")
+
+    def _say(self, kind: str, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._put(Event(time.monotonic_ns(), kind, text))
+
+    def _is_sample(self, number: int) -> bool:
+        return number in EARLY or (number > EARLY[-1] and number % self.distance == 0)
+
+    def _start(self, target: int, calls: Calls) -> None:
+        if _is_used_by_script():
+            self.yields()
+            return
+        began_ns = time.monotonic_ns()
+        own = profiler.profile(use_kineto=True, record_shapes=True)
+        _own.add(own)
+        try:
+            own.__enter__()
+        except Exception as error:
+            self._say("profiler", f"torch's profiler does not start, so there are no samples: {error}")
+            return
+        self._profile, self._target = own, target
+        calls.start()
+        self._began = [_mark() for _ in range(_MARKS)]
+        self._cost = time.monotonic_ns() - began_ns
+
+    def _stop(self, step: Step, calls: Calls) -> None:
+        began_ns = time.monotonic_ns()
+        ended = [_mark() for _ in range(_MARKS)]
+        own, self._profile = self._profile, None
+        log, hints = calls.stop()
+        try:
+            own.__exit__(None, None, None)
+            events = own.kineto_results.events()
+        except Exception as error:
+            self._say("profiler", f"torch's profiler does not stop, so there are no samples: {error}")
+            return
+        times, thread = _times(events)
+        clock = _clock(times, self._began, ended)
+        if clock is None:
+            text = f"the clocks differ by another time at the end of step {step.number} than at its start: no sample"
+            self._put(Event(time.monotonic_ns(), "clock", text))
+        else:
+            backward = [(span.start_ns, span.end_ns) for span in step.spans if span.phase == "backward"]
+            log += reductions(step.start_ns, calls.label)
+            known = calls.reducers(), hints, calls.default()
+            window = Window(step.number, step.start_ns, step.end_ns, log, backward, *known)
+            self._put(sample(events, window, clock, thread))
+        self._cost += time.monotonic_ns() - began_ns
+        self._costs.append(self._cost)
+        self._is_plain = False  # the next step holds what this took
+        self.distance = _distance(self._costs, self._plain)
+
+
+def _distance(costs: Sequence[int], plain: Sequence[int]) -> int:
+    """The power of two at which samples cost their share."""
+    usual = statistics.median(plain) if plain else 0
+    wanted = statistics.median(costs) / (SHARE * usual) if usual else 0
+    return max(2 * EARLY[-1], 1 << max(0, int(min(wanted, 1 << 40)) - 1).bit_length())
+
+
+def _mark() -> tuple[int, int]:
+    before_ns = time.monotonic_ns()
+    with profiler.record_function(_MARK):
+        pass
+    return before_ns, time.monotonic_ns()
+
+
+def _times(events: Sequence[Any]) -> tuple[list[int], int | None]:
+    """When the profiler saw the marks, by its clock, and what number it gives this thread."""
+    marks = [event for event in events if event.name() == _MARK]
+    return sorted(mark.start_ns() for mark in marks), marks[0].start_thread_id() if marks else None
+
+
+def _clock(
+    times: Sequence[int], began: Sequence[tuple[int, int]], ended: Sequence[tuple[int, int]]
+) -> Callable[[int], int] | None:
+    """From the profiler's time to the monotonic clock; None if one of the two has jumped."""
+    if len(times) != len(began) + len(ended):
+        return None
+    first, last = _difference(times[: len(began)], began), _difference(times[len(began) :], ended)
+    length = max(1, last[0] - first[0])
+    if abs(last[1] - first[1]) > _MOST_DRIFT_NS + length // 1000:
+        return None
+    return lambda at_ns: at_ns - first[1] - (last[1] - first[1]) * (at_ns - first[0]) // length
+
+
+def _difference(times: Sequence[int], marks: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The profiler's time at one mark, and by how much it is ahead of the monotonic clock."""
+    at, (before_ns, _) = min(zip(times, marks, strict=True), key=lambda pair: pair[1][1] - pair[1][0])
+    return at, at - before_ns
+
+
+# ------------------------------------------------------------------------------------------- the script's own profiler
+
+_own: weakref.WeakSet[Any] = weakref.WeakSet()
+_scripts: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _is_used_by_script() -> bool:
+    return bool(_scripts) or profiler._is_profiler_enabled or bool(torch.autograd._profiler_enabled())
+
+
+def patch(running: Callable[[], Iterator[Callable[[], None]]]) -> None:
+    """Let a profiler of the script end the sample that runs: there can be only one.
+
+    Args:
+        running: gives what ends the sample of this process, if one runs.
+    """
+    prepare, leave = profiler.profile._prepare_trace, profiler.profile.__exit__
+
+    def prepare_trace(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self not in _own:
+            _scripts.add(self)
+            for abandon in running():
+                abandon()
+        return prepare(self, *args, **kwargs)
+
+    def exit_trace(self: Any, *args: Any) -> Any:
+        _scripts.discard(self)
+        return leave(self, *args)
+
+    profiler.profile._prepare_trace = prepare_trace
+    profiler.profile.__exit__ = exit_trace

@@ -1,0 +1,127 @@
+"""The file of a rank, written beside the training."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.profiling.record import Event, Header, Sample, Step, line
+
+__all__ = ["Writer"]
+
+Entry = Step | Sample | Event
+
+_EVERY_S = 0.5
+"""A rank that is killed loses no more than this."""
+
+_MOST_WAITING = 10_000
+"""Entries. A disk that hangs must not fill the memory; a second of training has some hundred."""
+
+
+class Writer:
+    """Takes what happened, and writes it twice a second on a thread of its own.
+
+    Args:
+        header: asked once there is something to write, for a rank may not know its number before.
+        path: where the file of that header is; what stands there is moved away first, for it is of another life of the rank.
+        beat: called before each round of writing.
+    """
+
+    def __init__(self, header: Callable[[], Header], path: Callable[[Header], Path], beat: Callable[[], None]) -> None:
+        self._header = header
+        self._path = path
+        self._beat = beat
+        self._waiting: collections.deque[Entry] = collections.deque()
+        self._lost = 0
+        self._file: int | None = None
+        self._written: tuple[int, int] | None = None
+        """Rank and world of the file."""
+        self._where = Path()
+        self._length = 0
+        self.is_broken = False
+        self._wake = threading.Event()
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="penstock-profile", daemon=True)
+        self._thread.start()
+
+    def put(self, entry: Entry) -> None:
+        if self.is_broken:
+            return
+        if len(self._waiting) >= _MOST_WAITING:
+            self._lost += 1
+            return
+        self._waiting.append(entry)
+
+    def close(self) -> None:
+        """Write what is left. May be called again."""
+        self._is_over = True
+        self._wake.set()
+        self._thread.join(5)
+        with self._lock:
+            self._write()
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+                self.is_broken = True
+
+    def _run(self) -> None:
+        while not self._is_over:
+            self._wake.wait(_EVERY_S)
+            with contextlib.suppress(Exception):
+                self._beat()
+            with self._lock:
+                self._write()
+
+    def _write(self) -> None:
+        """Lines are whole or not there: one that finds no room is cut off again."""
+        if self.is_broken or not self._waiting:
+            return
+        try:
+            self._open()
+            while self._waiting:
+                self._append(line(self._waiting.popleft()))
+            if self._lost:
+                lost, self._lost = self._lost, 0
+                text = f"{lost} steps, samples and events are left out: the disk took too long"
+                self._append(line(Event(self._header().start_ns, "left out", text)))
+        except OSError as error:
+            self.is_broken = True
+            self._waiting.clear()
+            if self._file is not None:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._file, self._length)
+                    if not self._length:
+                        self._where.unlink()
+            print(
+                f"penstock profile: cannot write {error.filename or self._where}: {error.strerror}. The recording of this rank "
+                "ends here; the training goes on. Free some space, or choose another folder with --output.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _open(self) -> None:
+        """The file of this rank: another one if its number has changed since."""
+        header = self._header()
+        if self._written == (header.rank, header.world):
+            return
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        self._where = self._path(header)
+        self._written, self._length = (header.rank, header.world), 0
+        self._file = os.open(self._where, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._append(line(header))
+
+    def _append(self, text: str) -> None:
+        assert self._file is not None
+        data = text.encode()
+        while data:
+            done = os.write(self._file, data)
+            data = data[done:]
+        self._length += len(text.encode())

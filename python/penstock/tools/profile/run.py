@@ -1,0 +1,167 @@
+"""Runs a command with the recorder in its processes, and tells what the recorder's files lack."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.errors import Config
+from penstock.profiling.record import Record
+
+__all__ = ["complaints", "fresh_folder", "run", "started"]
+
+SITE = Path(__file__).with_name("recorder") / "site"
+
+FEW = 3
+"""Samples: fewer say little on what communication waits for."""
+
+
+def fresh_folder(given: Path | None) -> Path:
+    """The folder of this profile, empty and writable.
+
+    Raises:
+        Config: it cannot be made or written to, or holds a profile.
+    """
+    number = 1
+    while given is None and Path(f"penstock-profile-{number}").exists():
+        number += 1
+    folder = (given or Path(f"penstock-profile-{number}")).absolute()
+    if any(folder.glob("rank-*.jsonl")):
+        raise Config(f"{folder} holds a profile already: choose another folder with --output, or remove it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise Config(
+            f"cannot write to {folder}: {error.strerror}. Choose a folder with --output that all ranks can write to"
+        ) from error
+    return folder
+
+
+def started(arguments: Sequence[str]) -> list[str]:
+    """The command: a script alone is run with this interpreter.
+
+    Raises:
+        Config: there is no such script or command.
+    """
+    first = Path(arguments[0])
+    if first.suffix == ".py":
+        if not first.is_file():
+            raise Config(f"there is no script {first}")
+        return [sys.executable, *arguments]
+    if shutil.which(arguments[0]) is None:
+        raise Config(
+            f"there is no command {arguments[0]}: name a script (train.py) or a command (-- torchrun ... train.py)"
+        )
+    return list(arguments)
+
+
+def run(command: Sequence[str], folder: Path) -> int:
+    """Run it to its end. Returns its exit code, as a shell says it."""
+    env = dict(os.environ, PENSTOCK_PROFILE=str(folder))
+    env["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [env.get("PYTHONPATH")])])
+    env.pop("PENSTOCK_PROFILED", None)
+    # Kineto tells on stderr of each start and stop.
+    env.setdefault("KINETO_LOG_LEVEL", "99")
+    with subprocess.Popen(command, env=env) as child:
+        # A Ctrl-C reaches the script, too; a SIGTERM is handed on.
+        before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+        try:
+            code = _await(child)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    _await_counters(folder)
+    return code if code >= 0 else 128 - code
+
+
+def _await(child: subprocess.Popen[bytes]) -> int:
+    while True:
+        try:
+            return child.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+def _await_counters(folder: Path) -> None:
+    """The processes that read counters end with the ranks; what they write last is to be there."""
+    until_s = time.monotonic() + 2
+    for path in folder.glob(".sampler-*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            pid = int(path.read_text().split()[1])
+            while _runs_here(pid) and time.monotonic() < until_s:
+                time.sleep(0.02)
+
+
+def _runs_here(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"penstock.profiling.sampler" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def complaints(folder: Path, records: Sequence[Record]) -> list[str]:
+    """What is missing, why that may be, and what to do. Takes away the marks that the recorder has left for this."""
+    said = [path.read_text() for path in sorted(folder.glob(".problem-*"))]
+    said = [f"the recorder could not start in a process: {text}" for text in said]
+    counters = [path.read_text(errors="replace").strip() for path in sorted(folder.glob(".sampler-*.log"))]
+    said += [f"the counters of a host were not read: {text.splitlines()[-1]}" for text in counters if text]
+    has_python, has_torch = (folder / ".python").exists(), (folder / ".torch").exists()
+    for path in folder.glob(".*"):
+        path.unlink()
+    # Not those of hosts, which hold readings.
+    ranks = [record for record in records if not record.readings]
+    if not ranks:
+        return [*said, _nothing(has_python, has_torch)]
+    return [*said, *(text for record in ranks for text in _of_rank(record)), *_of_job(ranks)]
+
+
+def _nothing(has_python: bool, has_torch: bool) -> str:
+    if not has_python:
+        return (
+            "nothing was recorded: no Python process of the command looked into PYTHONPATH. Python does not with -I, -E and "
+            "-S: start the script without these. Neither does it where the command clears the environment (sudo, ssh, a "
+            "container): run `penstock profile` within"
+        )
+    if not has_torch:
+        return "nothing was recorded: no Python process of the command imported torch"
+    return (
+        "nothing was recorded: the command imported torch, but called no module, ran no backward pass and joined no process "
+        "group, or it was killed within its first second"
+    )
+
+
+def _of_rank(record: Record) -> list[str]:
+    said = list(record.problems)
+    rank, kinds = record.header.rank, {event.kind: event for event in record.events}
+    if "exception" in kinds:
+        said.append(f"rank {rank} ended with an exception: {kinds['exception'].text}")
+    elif "end" not in kinds:
+        said.append(f"the record of rank {rank} ends early: it was killed, or its disk was full. What is there counts")
+    said += [f"rank {rank}: {event.text}" for event in record.events if event.kind in ("profiler", "clock", "left out")]
+    return said
+
+
+def _of_job(records: Sequence[Record]) -> list[str]:
+    said = []
+    present, world = {record.header.rank for record in records}, max(record.header.world for record in records)
+    missing = sorted(set(range(world)) - present)
+    if missing:
+        names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        said.append(f"there is no record of rank {names}: collect the files of all hosts in one folder, and --read it")
+    if all(len(record.steps) == 1 for record in records):
+        said.append("no optimizer stepped more than once: what there is counts as one step")
+    sampled = min((len(record.samples) for record in records), default=0)
+    if sampled < FEW and not all(len(record.steps) == 1 for record in records):
+        said.append(
+            f"only {sampled} steps were sampled by torch's profiler, and those alone tell wire from wait: run for 20 steps or "
+            "more"
+        )
+    return said

@@ -1,0 +1,271 @@
+"""Proves how marks become spans and steps, which optimizer ends an iteration, what communication is for, and how the profiler's
+events become a sample; without torch, in numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from penstock.profiling.record import Event, Header, Sample, Step, read
+from penstock.tools.profile.recorder import kineto, marks, purposes
+from penstock.tools.profile.recorder.identity import make_room
+from penstock.tools.profile.recorder.iterations import Iterations
+from penstock.tools.profile.recorder.kineto import Call, Window
+from penstock.tools.profile.recorder.marks import Marks, Usage
+from penstock.tools.profile.recorder.writer import Writer
+
+
+def ended(made: Marks, at: int) -> list[tuple[str, int, int]]:
+    step, _ = made.end_step(at, Usage())
+    return [(span.phase, span.start_ns, span.end_ns) for span in step.spans]
+
+
+def test_the_loss_is_forward() -> None:
+    """Two modules, the model and its loss, and what lies between them and the backward pass are one forward span."""
+    made = Marks(0, Usage())
+    made.forward(10, 20)
+    made.forward(30, 40)
+    made.enter("backward", 50)
+    made.leave("backward", 90)
+    assert ended(made, 100) == [("forward", 10, 50), ("backward", 50, 90)]
+
+
+def test_forward_without_a_backward_pass_ends_with_the_module() -> None:
+    made = Marks(0, Usage())
+    made.forward(10, 20)
+    made.enter("loading", 50)
+    made.leave("loading", 60)
+    made.forward(70, 80)
+    assert ended(made, 100) == [("forward", 10, 20), ("loading", 50, 60), ("forward", 70, 80)]
+
+
+def test_forward_without_a_module_is_what_lies_before_the_backward_pass() -> None:
+    """Such as a compiled function; but not the microseconds between two backward passes."""
+    made = Marks(0, Usage())
+    made.enter("loading", 0)
+    made.leave("loading", 1_000_000)
+    for start, end in ((3_000_000, 4_000_000), (4_010_000, 5_000_000)):
+        made.enter("backward", start)
+        made.leave("backward", end)
+    assert [phase for phase, *_ in ended(made, 6_000_000)] == ["loading", "forward", "backward", "backward"]
+
+
+def test_evaluation_takes_in_its_loader() -> None:
+    """Between two calls; the loader before the first and after the last is loading."""
+    made = Marks(0, Usage())
+    for start in (0, 20, 40):
+        made.enter("loading", start)
+        made.leave("loading", start + 5)
+        made.evaluation(start + 6, start + 15)
+    made.enter("loading", 60)
+    made.leave("loading", 65)
+    assert ended(made, 100) == [("loading", 0, 5), ("evaluation", 6, 55), ("loading", 60, 65)]
+
+
+def test_a_module_in_evaluation_mode_that_is_trained_is_forward() -> None:
+    """With frozen batch norms, say: a backward pass follows. Without one it is evaluation."""
+    made = Marks(0, Usage())
+    made.evaluation(10, 20, with_gradients=True)
+    made.enter("backward", 30)
+    made.leave("backward", 40)
+    assert ended(made, 50)[0] == ("forward", 10, 20)
+    made.evaluation(60, 70, with_gradients=True)
+    assert ended(made, 80) == [("evaluation", 60, 70)]
+
+
+def test_what_is_open_at_the_end_of_a_step_goes_on() -> None:
+    """A GradScaler's step holds the optimizer's, which ends the iteration."""
+    made = Marks(0, Usage())
+    made.enter("inf check", 10)
+    made.enter("optimizer", 20)
+    made.leave("optimizer", 30)
+    assert ended(made, 30) == [("optimizer", 20, 30), ("inf check", 10, 30)]
+    made.leave("inf check", 35)
+    assert ended(made, 50) == [("inf check", 30, 35)]
+
+
+def test_an_exception_leaves_no_span_open() -> None:
+    """The end of an outer span ends the inner ones whose ends were missed; an end without a beginning is nothing."""
+    made = Marks(0, Usage())
+    made.enter("backward", 10)
+    made.enter("optimizer", 20)
+    made.leave("backward", 30)
+    made.leave("optimizer", 40)
+    assert ended(made, 50) == [("optimizer", 20, 30), ("backward", 10, 30)]
+    assert ended(made, 60) == []
+
+
+def test_a_step_keeps_so_many_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are left out are counted."""
+    monkeypatch.setattr(marks, "MOST_MARKS", 10)
+    made = Marks(0, Usage())
+    for at in range(25):
+        made.wait(at, at + 1)
+    step, left_out = made.end_step(100, Usage(7, 9))
+    assert (len(step.waits), left_out, step.thread_ns, step.process_ns) == (10, 15, 7, 9)
+    assert made.end_step(200, Usage(8, 12)) == (Step(1, 100, 200, (), (), 1, 3, 0), 0)
+
+
+@dataclasses.dataclass(eq=False)
+class Optimizer:
+    name: str
+
+
+def test_the_first_optimizer_ends_the_iteration() -> None:
+    """Of two that take turns, and of one that steps more often than the other."""
+    first, second = Optimizer("first"), Optimizer("second")
+    iterations = Iterations()
+    assert [iterations.stepped(each) for each in (first, second, first, second)] == [True, False, True, False]
+    assert [iterations.stepped(each) for each in (second, second, second, first)] == [False, False, False, True]
+
+
+def test_another_optimizer_takes_over() -> None:
+    """When the first one is no longer used, whether it still exists or not."""
+    for is_kept in (True, False):
+        first, second = Optimizer("first"), Optimizer("second")
+        iterations = Iterations()
+        assert iterations.stepped(first)
+        if not is_kept:
+            del first
+        told = [iterations.stepped(second) for _ in range(20)]
+        assert told == [False] * 15 + [True] * 5
+
+
+def test_purposes_by_name() -> None:
+    """Names of a DeviceMesh's dimensions and of Megatron's groups."""
+    assert {name: purposes.of_group(name) for name in NAMES} == NAMES
+
+
+NAMES = {
+    "mesh_tp": "tensor",
+    "mesh_dp_replicate": "data-parallel sync",
+    "mesh_fsdp": "data-parallel sync",
+    "mesh_ep": "expert",
+    "TENSOR_MODEL_PARALLEL_GROUP": "tensor",
+    "DATA_PARALLEL_GROUP": "data-parallel sync",
+    "EXPERT_MODEL_PARALLEL_GROUP": "expert",
+    "EXPERT_DATA_PARALLEL_GROUP": "data-parallel sync",
+    "EMBEDDING_GROUP": "embedding sync",
+    "POSITION_EMBEDDING_GROUP": "embedding sync",
+    "PIPELINE_MODEL_PARALLEL_GROUP": "",
+    "7": "",
+    "stepper": "",
+}
+
+
+# ---------------------------------------------------------------------------------------------------- the profiler
+
+
+class Seen:
+    """An event of Kineto."""
+
+    def __init__(self, name: str, start: int, end: int, **more: Any) -> None:
+        self._name, self._start, self._end, self._more = name, start, end, more
+
+    def __getattr__(self, name: str) -> Any:
+        defaults = {"start_thread_id": 1, "is_async": False, "scope": 0, "shapes": [], "dtypes": []}
+        value = self._more.get(name, defaults.get(name))
+        return lambda: value
+
+    def name(self) -> str:
+        return self._name
+
+    def start_ns(self) -> int:
+        return self._start + 1000
+
+    def duration_ns(self) -> int:
+        return self._end - self._start
+
+
+def sampled(events: list[Seen], **window: Any) -> Sample:
+    return kineto.sample(events, Window(3, 0, 1_000_000, **window), lambda at: at - 1000, 1)
+
+
+def test_an_operation_begins_with_its_launch() -> None:
+    """gloo's course begins when a thread of gloo's takes it from the queue. Two of one name are matched in their order, and the
+    bytes are those of the input."""
+    found = sampled(
+        [
+            Seen("c10d::allreduce_", 100_000, 110_000),
+            Seen("c10d::allreduce_", 200_000, 210_000),
+            Seen("gloo:all_reduce", 300_000, 400_000, is_async=True, shapes=[[8, 4]], dtypes=["float"]),
+            Seen("gloo:all_reduce", 390_000, 500_000, is_async=True, shapes=[[3]], dtypes=["c10::BFloat16"]),
+        ],
+        backward=[(150_000, 250_000)],
+        reducers=Call("", "default", 0, ranks=2, purpose="data-parallel sync"),
+    )
+    assert [(one.issued_ns, one.ended_ns, one.bytes, one.purpose) for one in found.operations] == [
+        (100_000, 400_000, 128, ""),
+        (200_000, 500_000, 6, "data-parallel sync"),
+    ]
+
+
+def test_busy_is_operators_alone() -> None:
+    """Of the training thread and of autograd's, joined where little lies between; not what waits or holds others."""
+    found = sampled(
+        [
+            Seen("aten::mm", 0, 100_000),
+            Seen("aten::add", 105_000, 120_000),
+            Seen("Optimizer.step#SGD.step", 0, 900_000, scope=7),
+            Seen("_c10d_functional::wait_tensor", 200_000, 300_000),
+            Seen("c10d::barrier", 300_000, 310_000),
+            Seen("aten::elsewhere", 400_000, 500_000, start_thread_id=2),
+            Seen("MulBackward0", 600_000, 650_000, scope=1, start_thread_id=3),
+            Seen("aten::mul", 640_000, 660_000, start_thread_id=3),
+            Seen("aten::late", 990_000, 1_200_000),
+        ]
+    )
+    assert found.busy == ((0, 120_000), (600_000, 660_000), (990_000, 1_000_000))
+
+
+def test_a_sample_keeps_so_many_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And counts the rest; operations are kept all."""
+    monkeypatch.setattr(kineto, "MOST_EVENTS", 5)
+    events = [Seen("aten::mm", at, at + 1) for at in range(0, 100, 10)]
+    events += [Seen("gloo:all_reduce", 200 + at, 300, is_async=True) for at in range(9)]
+    found = sampled(events)
+    assert (found.dropped, len(found.operations)) == (5, 9)
+
+
+def test_a_backend_without_courses() -> None:
+    """What Python waited for is an operation, from its call to the end of the wait. What nobody waited for is not known."""
+    known = Call("all_reduce", "a", 100, 110, 2, None, "", 40, waited_ns=500)
+    found = sampled([Seen("c10d::allreduce_", 101, 109)], calls=[known, Call("all_reduce", "a", 200, 210)])
+    assert [(one.issued_ns, one.ended_ns, one.group, one.bytes) for one in found.operations] == [(100, 500, "a", 40)]
+
+
+def test_a_wait_ends_an_operation() -> None:
+    """A backend's thread may write the end of a course after whoever waited went on."""
+    known = Call("all_reduce", "a", 100, 110, 2, waited_ns=500)
+    found = sampled([Seen("c10d::allreduce_", 101, 109), Seen("gloo:all_reduce", 105, 700)], calls=[known])
+    assert [(one.issued_ns, one.ended_ns) for one in found.operations] == [(101, 500)]
+
+
+# -------------------------------------------------------------------------------------------------------- the file
+
+
+def test_the_file_of_an_earlier_life_is_moved(tmp_path: Any) -> None:
+    """After each restart, so that the folder itself holds the last life."""
+    path = tmp_path / "rank-0.jsonl"
+    for life in range(3):
+        make_room(path).write_text(str(life))
+    found = {str(each.relative_to(tmp_path)): each.read_text() for each in tmp_path.rglob("*.jsonl")}
+    assert found == {"rank-0.jsonl": "2", "before-1/rank-0.jsonl": "0", "before-2/rank-0.jsonl": "1"}
+
+
+def test_a_rank_that_learns_its_number_late(tmp_path: Any) -> None:
+    """What was written before is in another file, and what comes after in that of its new number."""
+    rank = 0
+    writer = Writer(
+        lambda: Header(rank, 2, "here", 1, 0, 0), lambda header: tmp_path / f"rank-{header.rank}.jsonl", lambda: None
+    )
+    writer.put(Event(1, "fork"))
+    while not (tmp_path / "rank-0.jsonl").exists():
+        pass
+    rank = 1
+    writer.put(Event(2, "end"))
+    writer.close()
+    found = [read(tmp_path / f"rank-{number}.jsonl") for number in (0, 1)]
+    assert [[event.kind for event in record.events] for record in found] == [["fork"], ["end"]]

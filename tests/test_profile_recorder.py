@@ -1,0 +1,382 @@
+"""Proves what `penstock profile` records of real scripts, against the scripts' own readings of the clock."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+import forked
+from penstock.profiling.record import Interval, Record, Span, read
+from penstock.tools.profile import run
+
+SCRIPT = pathlib.Path(__file__).parent / "profiled" / "train.py"
+STEPS = 20
+SAMPLES = [4, 8, 16]
+
+
+class Profiled:
+    """A run of the script under the recorder, as the command makes it."""
+
+    def __init__(self, folder: pathlib.Path, arguments: Sequence[str], ranks: int = 0) -> None:
+        self.folder = folder / "profile"
+        self.folder.mkdir()
+        self._readings = folder
+        launcher = [*forked.TORCHRUN, f"--nproc-per-node={ranks}"] if ranks else [sys.executable]
+        self.code = run.run([*launcher, str(SCRIPT), *arguments], self.folder)
+        self.records = [read(path) for path in sorted(self.folder.glob("rank-*.jsonl"))]
+
+    def said(self, rank: int = 0) -> Any:
+        return json.loads((self._readings / f"{rank}.json").read_text())
+
+    def readings(self, name: str, rank: int = 0) -> list[list[int]]:
+        return list(self.said(rank)["readings"][name])
+
+    def complaints(self) -> str:
+        # The counters are another part's (test_profile_counters.py).
+        return "\n".join(run.complaints(self.folder, self.records))
+
+
+@pytest.fixture
+def profiled(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, forks: None) -> Any:
+    monkeypatch.setenv("READINGS", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return lambda *arguments, ranks=0: Profiled(tmp_path, arguments, ranks)
+
+
+def spans(record: Record, phase: str) -> Iterator[Span]:
+    return (span for step in record.steps for span in step.spans if span.phase == phase)
+
+
+def is_within(inner: Sequence[int], outer: Sequence[int]) -> bool:
+    return outer[0] <= inner[0] <= inner[1] <= outer[1]
+
+
+def held(record: Record, phase: str) -> list[Interval]:
+    return [(span.start_ns, span.end_ns) for span in spans(record, phase)]
+
+
+def test_every_phase_holds_what_was_planted_in_it(profiled: Any) -> None:
+    """In one process: what the script did in a phase lies within a span of that phase, and the spans within what the script did
+    around them."""
+    job = profiled("plain")
+    assert job.code == 0
+    [record] = job.records
+    assert [step.number for step in record.steps] == list(range(STEPS))
+    for phase in ("loading", "forward", "backward", "optimizer"):
+        planted = job.readings(f"in {phase}")[:STEPS]
+        found = held(record, phase)
+        assert len(planted) == STEPS
+        # The last load finds that there is no more, and is behind the last step.
+        assert all(any(is_within(one, span) for span in found) for one in planted), phase
+    around = job.readings("around forward and backward")
+    for phase in ("forward", "backward"):
+        assert all(any(is_within(span, outer) for outer in around) for span in held(record, phase)), phase
+    [evaluation] = held(record, "evaluation")
+    [outer] = job.readings("around evaluation")
+    planted = job.readings("in evaluation")
+    assert is_within(evaluation, outer) and all(is_within(one, evaluation) for one in planted)
+    [checkpoint] = held(record, "checkpoint")
+    assert is_within(checkpoint, job.readings("around checkpoint")[0])
+    assert [event.kind for event in record.events] == ["checkpoint", "fork", "end"]
+    assert all(step.examples == 8 for step in record.steps)
+
+
+def test_steps_follow_each_other_and_hold_their_spans(profiled: Any) -> None:
+    """A step begins where the one before ended, at the end of its optimizer's step; its spans lie in it, and it took the
+    processor for what was burnt."""
+    job = profiled("plain")
+    [record] = job.records
+    for before, after in zip(record.steps, record.steps[1:], strict=False):
+        assert before.end_ns == after.start_ns
+    for step in record.steps:
+        assert all(is_within((span.start_ns, span.end_ns), (step.start_ns, step.end_ns)) for span in step.spans)
+        assert step.spans[-1].phase == "optimizer"
+    # 3 ms forward, 5 backward, 1 in the optimizer, 2 loading and 1 besides; the thread may have been kept waiting meanwhile.
+    for step, outer in zip(record.steps[1:], job.readings("step")[1:], strict=True):
+        assert step.thread_ns <= step.process_ns + 1_000_000
+        assert is_within((step.end_ns, step.end_ns), outer)
+        assert step.thread_ns <= step.end_ns - step.start_ns + 1_000_000
+
+
+@pytest.mark.parametrize("backend", ["gloo", "penstock"])
+def test_ddp_tells_its_operations(profiled: Any, backend: str) -> None:
+    """Two ranks: both sample the same steps, and see in each DDP's all-reduce in the backward pass and the script's own, in
+    the same order, with bytes, group and purpose; the script's blocks, and is a wait in every step."""
+    job = profiled("ddp", backend, ranks=2)
+    assert job.code == 0
+    assert [record.header.rank for record in job.records] == [0, 1]
+    for record in job.records:
+        assert (record.header.world, record.header.about["backend"]) == (2, backend)
+        assert [sample.step for sample in record.samples][:3] == SAMPLES
+        rank = record.header.rank
+        outer = job.readings("around all_reduce", rank)
+        waits = [wait for step in record.steps for wait in step.waits if wait.operation == "all_reduce"]
+        assert len(waits) >= STEPS - 1
+        for wait in waits:
+            assert wait.group == "default"
+            assert any(is_within((wait.start_ns, wait.end_ns), one) for one in outer)
+        for sample in record.samples:
+            step = record.steps[sample.step]
+            own, summed = (
+                [one for one in sample.operations if (one.purpose != "") == is_sum] for is_sum in (False, True)
+            )
+            assert [(one.name, one.bytes, one.number) for one in own] == [("all_reduce", 4000, 0)]
+            [backward] = [(span.start_ns, span.end_ns) for span in step.spans if span.phase == "backward"]
+            assert sum(one.bytes for one in summed) == 4 * (64 * 64 + 64 + 64 * 4096 + 4096)
+            for one in summed:
+                assert (one.name, one.group, one.ranks, one.purpose) == (
+                    "all_reduce",
+                    "default",
+                    2,
+                    "data-parallel sync",
+                )
+                assert is_within((one.issued_ns, one.issued_ns), backward)
+            # The profiler's clock was converted: operators ran while the script was in them, and not while it burnt.
+            assert sample.busy
+            assert all(is_within(each, (step.start_ns, step.end_ns)) for each in sample.busy)
+            for burnt in [*job.readings("in forward", rank), *job.readings("in backward", rank)]:
+                assert not any(burnt[0] + 500_000 < start and end < burnt[1] - 500_000 for start, end in sample.busy)
+    # The second rank issues its all-reduce 4 ms after the first, on the clock that they share.
+    for one, other in zip(*(record.samples for record in job.records), strict=False):
+        first, second = (next(op for op in each.operations if op.bytes == 4000) for each in (one, other))
+        assert second.ended_ns > first.issued_ns and first.ended_ns > second.issued_ns
+
+
+def test_a_gradient_reducer_tells_its_operations(profiled: Any) -> None:
+    """What no call of torch.distributed shows: agreements and sums, and the wait at the end of the backward pass."""
+    job = profiled("reducer", ranks=2)
+    assert job.code == 0
+    for record in job.records:
+        assert [sample.step for sample in record.samples][:3] == SAMPLES
+        for sample in record.samples:
+            sums = [one for one in sample.operations if one.group == "default/buckets"]
+            assert sum(one.bytes for one in sums) == 4 * (64 * 64 + 64)
+            assert [one.number for one in sums] == list(range(len(sums)))
+            assert any(one.group == "default/rounds" for one in sample.operations)
+            assert {one.purpose for one in sample.operations} == {"data-parallel sync"}
+        assert all([wait.operation for wait in step.waits] == ["all_reduce"] for step in record.steps[1:])
+
+
+@pytest.mark.parametrize("backend", ["gloo", "penstock"])
+def test_purposes_of_communication(profiled: Any, backend: str) -> None:
+    """Of a pipeline: what is received before a forward pass, before a backward pass, and sent; of groups by their description;
+    of experts; of gradients that a script sums by itself."""
+    job = profiled("pipeline", backend, ranks=2)
+    assert job.code == 0
+    for record in job.records:
+        rank = record.header.rank
+        received = "pipeline backward recv" if rank == 0 else "pipeline forward recv"
+        for sample in record.samples:
+            found = {(one.name, one.peer, one.purpose) for one in sample.operations}
+            assert found == {
+                ("send", 1 - rank, "pipeline send"),
+                ("recv", 1 - rank, received),
+                ("all_reduce", None, "tensor"),
+                ("all_to_all", None, "expert"),
+                ("all_reduce", None, "data-parallel sync"),
+            }
+            by_purpose = {one.purpose: one for one in sample.operations}
+            assert by_purpose["tensor"].group.startswith("TENSOR_MODEL_PARALLEL_GROUP:")
+            assert by_purpose["pipeline send"].bytes == by_purpose[received].bytes == 4 * 8 * 64
+        outer = job.readings("around wait", rank)
+        summed = [wait for step in record.steps for wait in step.waits if wait.operation == "all_reduce"]
+        assert sum(is_within((wait.start_ns, wait.end_ns), one) for wait in summed for one in outer) == STEPS
+    groups = [{one.group for one in record.samples[0].operations} for record in job.records]
+    assert groups[0] == groups[1]
+
+
+def test_two_optimizers_are_one_step(profiled: Any) -> None:
+    """A GAN's iteration is one step, not two."""
+    job = profiled("gan")
+    [record] = job.records
+    assert len(record.steps) == STEPS
+    for step in record.steps[1:]:
+        assert [span.phase for span in step.spans if span.phase != "profiler"] == [
+            "forward",
+            "backward",
+            "optimizer",
+        ] * 2
+
+
+def test_accumulated_gradients_are_one_step(profiled: Any) -> None:
+    """Three forward and backward parts, the clip and the optimizer."""
+    [record] = profiled("accumulation").records
+    assert len(record.steps) == STEPS
+    for step in record.steps:
+        phases = [span.phase for span in step.spans if span.phase != "profiler"]
+        assert phases == ["forward", "backward"] * 3 + ["clip", "optimizer"]
+
+
+def test_a_grad_scaler_that_skips_ends_the_step(profiled: Any) -> None:
+    """A step that is left out for an infinite gradient counts, so that ranks count alike; unscaling and the check are told."""
+    [record] = profiled("scaler").records
+    assert len(record.steps) == STEPS
+    for step in record.steps[1:]:
+        phases = {span.phase for span in step.spans}
+        assert phases >= {"forward", "backward", "unscale", "inf check"}
+        assert ("optimizer" in phases) == (step.number % 5 != 4)
+
+
+def test_other_optimizers(profiled: Any) -> None:
+    """LBFGS' closure lies in the optimizer's span; an optimizer around another one steps once; one that raised spoils nothing;
+    and where a script goes on with another optimizer, that one's steps count after some."""
+    [record] = profiled("others").records
+    # 4 of LBFGS; then 16 of the other until it is the first, 4 more, and 3 after its failures.
+    assert len(record.steps) == 4 + 1 + 4 + 3
+    for step in record.steps[:4]:
+        [optimizer] = [span for span in step.spans if span.phase == "optimizer"]
+        inner = [span for span in step.spans if span.phase in ("forward", "backward")]
+        assert len(inner) >= 2
+        assert all(is_within((s.start_ns, s.end_ns), (optimizer.start_ns, optimizer.end_ns)) for s in inner)
+
+
+def test_nothing_is_compiled_of_the_marks(profiled: Any) -> None:
+    """torch.compile makes the graphs that it makes without the recorder, whole; calls of what is compiled are forward."""
+    job = profiled("compiled")
+    assert job.code == 0 and job.said()["graphs"] == 2
+    [record] = job.records
+    for step in record.steps[1:]:
+        phases = [span.phase for span in step.spans if span.phase != "profiler"]
+        assert phases[:2] == ["forward", "backward"] and phases[-2:] == ["backward", "optimizer"]
+
+
+def test_the_scripts_own_profiler_goes_first(profiled: Any) -> None:
+    """It starts while a sample runs, sees what it would, and the sample is given up and said so."""
+    job = profiled("profiler")
+    assert job.code == 0 and "aten::linear" in job.said()["seen"]
+    [record] = job.records
+    assert [sample.step for sample in record.samples] == SAMPLES[1:]
+    assert "the script runs torch's profiler itself" in job.complaints()
+
+
+def test_a_killed_rank_leaves_what_it_did(profiled: Any) -> None:
+    """A rank that is killed has lost at most a second; the command says that its record ends early."""
+    job = profiled("dies", "gloo", ranks=2)
+    assert job.code != 0
+    record = next(record for record in job.records if record.header.rank == 1)
+    [[died, _]] = job.readings("died", 1)
+    assert died - 1_000_000_000 < record.steps[-1].end_ns < died
+    assert "the record of rank 1 ends early" in job.complaints()
+
+
+def test_a_script_that_never_steps_is_one_step(profiled: Any) -> None:
+    """And the command says so."""
+    job = profiled("never_steps")
+    [record] = job.records
+    assert [step.number for step in record.steps] == [0]
+    [evaluation] = held(record, "evaluation")
+    assert all(is_within(one, evaluation) or one for one in job.readings("in forward"))
+    assert "no optimizer stepped more than once" in job.complaints()
+
+
+def test_children_of_a_rank_are_no_ranks(profiled: Any) -> None:
+    """A program that a rank starts, and that trains, is not recorded."""
+    job = profiled("children")
+    assert job.code == 0
+    [record] = job.records
+    assert len(record.steps) == 1
+    assert sorted(path.name for path in job.folder.glob("*.jsonl")) == ["rank-0.jsonl"]
+
+
+def test_a_script_without_training_is_told(profiled: Any) -> None:
+    """It imports torch and does nothing with it."""
+    job = profiled("nothing")
+    assert job.code == 0 and not job.records
+    assert "called no module" in job.complaints()
+    assert not list(job.folder.iterdir())
+
+
+# ------------------------------------------------------------------------------------- what needs fresh interpreters
+
+
+def fresh(tmp_path: pathlib.Path, *command: str, **more: str) -> tuple[int, pathlib.Path, str]:
+    """As the command starts it, without forks: the import of torch itself is what these are about."""
+    folder = tmp_path / "profile"
+    program = (
+        "import sys, pathlib\n"
+        "from penstock.tools.profile import run\n"
+        "from penstock.profiling.record import read\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "folder.mkdir()\n"
+        "code = run.run(sys.argv[2:], folder)\n"
+        "print(*run.complaints(folder, [read(path) for path in folder.glob('rank-*.jsonl')]), sep='\\n')\n"
+        "sys.exit(code)"
+    )
+    env = {**os.environ, "READINGS": str(tmp_path), "OMP_NUM_THREADS": "1", **more}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder), *command], env=env, capture_output=True, text=True
+    )
+    return done.returncode, folder, done.stdout + done.stderr
+
+
+def test_an_exception_is_recorded(tmp_path: pathlib.Path) -> None:
+    """Its type and text, and the exit code stays the script's. The environment's own `sitecustomize` is imported, PYTHONPATH
+    is kept, and the script finds no folder of ours on its path."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.was_imported = True")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, runpy\n"
+        f"assert sys.was_imported and {str(tmp_path)!r} in sys.path\n"
+        f"assert {str(run.SITE)!r} not in sys.path\n"
+        f"sys.argv = [{str(SCRIPT)!r}, 'raises']\n"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    code, folder, text = fresh(tmp_path, sys.executable, str(script), PYTHONPATH=path)
+    assert code == 1, text
+    assert "Traceback" in text and "rank 0 ended with an exception: RuntimeError: planted: the loss is gone" in text
+    record = read(folder / "rank-0.jsonl")
+    assert len(record.steps) == 5
+    assert [event.kind for event in record.events] == ["exception", "end"]
+
+
+def test_an_isolated_interpreter_is_told(tmp_path: pathlib.Path) -> None:
+    """It looks into no PYTHONPATH: nothing is recorded, and the command says what to do."""
+    script = tmp_path / "script.py"
+    script.write_text("print('ran')")
+    code, folder, text = fresh(tmp_path, sys.executable, "-I", str(script))
+    assert code == 0 and "ran" in text
+    assert "start the script without these" in text
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.slow
+def test_workers_of_a_loader_are_no_ranks(tmp_path: pathlib.Path) -> None:
+    """Workers that are started anew, and call modules, write nothing."""
+    code, folder, text = fresh(tmp_path, sys.executable, str(SCRIPT), "workers")
+    assert code == 0, text
+    record = read(folder / "rank-0.jsonl")
+    assert len(record.steps) == STEPS
+    assert not (folder / "before-1").exists()
+
+
+def test_a_full_disk_ends_the_recording_alone(tmp_path: pathlib.Path) -> None:
+    """The training goes on, says so once, and the file holds whole lines."""
+    (tmp_path / "full").mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(tmp_path / "full")], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("cannot mount a small file system here: " + mounted.stderr.decode())
+    try:
+        from penstock.profiling.record import Event, Header
+        from penstock.tools.profile.recorder.writer import Writer
+
+        header = Header(0, 1, "here", 1, 0, 0, {})
+        path = tmp_path / "full" / "rank-0.jsonl"
+        writer = Writer(lambda: header, lambda _: path, lambda: None)
+        for number in range(200):
+            writer.put(Event(number, "end", "x" * 100))
+        writer.close()
+        assert writer.is_broken
+        record = read(path)
+        assert 10 < len(record.events) < 40 and not record.problems
+    finally:
+        subprocess.run(["umount", str(tmp_path / "full")], check=True)
