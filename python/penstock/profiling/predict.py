@@ -7,11 +7,11 @@ that it was made of, and how far its wire is from their operations.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from penstock.profiling.record import Record
-from penstock.profiling.replay import Model, Move, evened, merged, models, run
+from penstock.profiling.replay import Model, Move, Wire, evened, merged, models, run, wires
 
 __all__ = ["Network", "Prediction", "predict"]
 
@@ -49,6 +49,9 @@ class Prediction:
     """How wrong `after_ns` may be, as a part of it."""
     because: str
     """The numbers that it follows from."""
+    settings: Mapping[str, str | int] = field(default_factory=dict)
+    """The same change for `penstock profile --apply`: settings of Penstock, and what `recorder/changes.py` knows. Empty if it
+    cannot be made without touching the script."""
 
     @property
     def gain(self) -> float:
@@ -62,53 +65,58 @@ def predict(records: Sequence[Record], network: Network | None = None) -> list[P
     Cost: milliseconds for a thousand operations.
     """
     found = models(records)
-    if not found:
-        return []
     network = network or Network()
+    possible = wires(found, network.link_bytes_s)
+    if not possible:
+        return []
     before = statistics.fmean(model.measured_ns for model in found)
-    per_byte = statistics.fmean(model.wire.per_byte_ns for model in found)
-    rate = 1e9 / per_byte if per_byte else 0.0
-    told = f"{_rate(rate)} on the wire, {statistics.fmean(model.wire.latency_ns for model in found) / 1e3:.0f} us an operation"
+    rates = [1e9 / wire.per_byte_ns if wire.per_byte_ns else 0.0 for wire in possible]
+    rate = rates[0]
+    told = f"{_rate(rate)} on the wire"
+    told += f", {possible[-1].latency_ns / 1e3:.0f} us an operation" + (" at most" if len(possible) > 1 else "")
     made: list[Prediction] = []
 
-    def add(change: str, how: str, changed: Callable[[Model], float], because: str = told) -> None:
+    def add(
+        change: str,
+        how: str,
+        changed: Callable[[Model, Wire], float],
+        because: str = told,
+        settings: Mapping[str, str | int] | None = None,
+    ) -> None:
         ratios, errors = [], []
         for model in found:
-            now = run(model)
-            ratios.append(changed(model) / now if now else 1.0)
-            errors.append(abs(now / model.measured_ns - 1) if model.measured_ns else 0.0)
-        moving = 1 - statistics.fmean(ratios)
-        spread = statistics.pstdev(ratios)
-        wire = statistics.fmean(model.wire.error for model in found)
-        error = statistics.fmean(errors) + wire * abs(moving) + spread
-        made.append(Prediction(change, how, before, before * statistics.fmean(ratios), error, because))
+            for wire in possible:
+                now = run(model, wire.takes)
+                ratios.append(changed(model, wire) / now if now else 1.0)
+                errors.append(abs(now / model.measured_ns - 1) if model.measured_ns else 0.0)
+        ratio = statistics.fmean(ratios)
+        error = statistics.fmean(errors) + statistics.pstdev(ratios) / ratio if ratio else 0.0
+        made.append(Prediction(change, how, before, before * ratio, error, because, settings or {}))
 
-    def faster(factor: float) -> Callable[[Model], float]:
-        return lambda model: run(
-            model, lambda move: model.wire.latency_ns + move.bytes * model.wire.per_byte_ns / factor
-        )
+    def faster(factor: float) -> Callable[[Model, Wire], float]:
+        return lambda model, wire: run(model, lambda move: wire.latency_ns + move.bytes * wire.per_byte_ns / factor)
 
-    def smaller(part: Callable[[Move], float]) -> Callable[[Model], float]:
-        return lambda model: run(
-            model, lambda move: model.wire.latency_ns + move.bytes * part(move) * model.wire.per_byte_ns
-        )
+    def smaller(part: Callable[[Move], float]) -> Callable[[Model, Wire], float]:
+        return lambda model, wire: run(model, lambda move: wire.latency_ns + move.bytes * part(move) * wire.per_byte_ns)
 
-    def bucketed(size: int) -> Callable[[Model], float]:
-        return lambda model: run(merged(model, size * _factor(model)))
+    def bucketed(size: int) -> Callable[[Model, Wire], float]:
+        return lambda model, wire: run(merged(model, size * _factor(model)), wire.takes)
 
     add("twice the link", "", faster(2))
     add(
         "gradients as float16 on the wire",
-        "ddp_hook(model, wire=torch.float16) or GradientReducer(model, wire=torch.float16)",
+        "model.register_comm_hook(None, fp16_compress_hook) of DDP; or GradientReducer(model, wire=torch.float16)",
         smaller(lambda move: 0.5 if move.purpose == SYNC else 1.0),
+        settings={"comm_hook": "float16"},
     )
     for size in (4 << 20, 25 << 20, 100 << 20):
         add(
             f"buckets of {size >> 20} MiB and more",
             f"DistributedDataParallel(model, bucket_cap_mb={size >> 20}), or bucket_bytes={size} of ddp_hook and GradientReducer",
             bucketed(size),
+            settings={"bucket_cap_mb": size >> 20},
         )
-    add("no straggler", "", lambda model: run(evened(model)), "all ranks do what the median one does")
+    add("no straggler", "", lambda model, wire: run(evened(model), wire.takes), "all ranks do what the median one does")
     sync = [move for model in found for move in model.moves if move.purpose == SYNC]
     among = max((len(move.ranks) for move in sync), default=1)
     if among > 2:
@@ -125,6 +133,7 @@ def predict(records: Sequence[Record], network: Network | None = None) -> list[P
             "init_process_group('penstock')",
             faster(SHARE * link / rate),
             f"{told}, of a link of {_rate(link)}, of which penstock uses {SHARE:.0%}",
+            {"backend": "penstock"},
         )
     elif 0 < flow * network.streams < link and 0 < rate <= 1.1 * flow * network.streams:
         wanted = -(-link // flow)
@@ -133,8 +142,10 @@ def predict(records: Sequence[Record], network: Network | None = None) -> list[P
             f"PENSTOCK_STREAMS={wanted:.0f}",
             faster(link / (flow * network.streams)),
             f"{told}; {network.streams} flows of {_rate(flow)} on a link of {_rate(link)}",
+            {"PENSTOCK_STREAMS": f"{wanted:.0f}"},
         )
-    return sorted(made, key=lambda each: each.after_ns)
+    # What is sure to help comes before what may help more.
+    return sorted(made, key=lambda each: each.after_ns * (1 + each.error))
 
 
 def _times(move: Move) -> float:

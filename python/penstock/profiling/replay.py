@@ -3,14 +3,18 @@
 The model keeps what the training threads did and in which order: computing, issues of operations, and waits for them. What
 changes is how long operations take. That is the idea of Daydream (Zhu et al., USENIX ATC 2020), here with one wire for all
 collectives, which carries them one after the other in the order in which they are ready: a work-conserving wire ends the last of
-several at the same time in any order, and the last is what a step waits for. An operation takes ``latency + bytes x per_byte``,
-fitted to the sample.
+several at the same time in any order, and the last is what a step waits for. An operation takes ``latency + bytes x per_byte``.
+
+The two are fitted to *busy periods*, the times in which the wire has something to carry, since what shares the wire meanwhile
+makes single operations long. Where all periods are alike the two cannot be told apart, and there are two wires: one without
+latency, and one with as much as the shortest operation and the link allow.
 
 What the model does not know: computing that becomes slower while bytes move (few cores), and operations of earlier steps.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +29,7 @@ from penstock.profiling.phases import marked_waits
 from penstock.profiling.record import Operation, Record, Sample, Step
 from penstock.profiling.turns import turns
 
-__all__ = ["Act", "Model", "Move", "Wire", "models", "run", "wire_bytes"]
+__all__ = ["Act", "Model", "Move", "Period", "Wire", "evened", "merged", "models", "run", "wire_bytes", "wires"]
 
 
 class Move(NamedTuple):
@@ -54,11 +58,17 @@ class Wire(NamedTuple):
 
     latency_ns: float
     per_byte_ns: float
-    error: float
-    """Mean distance of the fit from the moves of the sample, as a part of their time."""
 
     def takes(self, move: Move) -> float:
         return self.latency_ns + move.bytes * self.per_byte_ns
+
+
+class Period(NamedTuple):
+    """A time in which the wire always had something to carry."""
+
+    moves: int
+    bytes: float
+    ns: float
 
 
 @dataclass(frozen=True)
@@ -71,9 +81,11 @@ class Model:
     acts: Mapping[int, tuple[Act, ...]]
     """By rank, in order."""
     moves: tuple[Move, ...]
-    wire: Wire
     measured_ns: float
     """The step's length, mean over the ranks."""
+    periods: tuple[Period, ...]
+    shortest_ns: float
+    """The shortest move, from when it was ready."""
 
 
 def wire_bytes(operation: Operation, ranks: int) -> float:
@@ -120,19 +132,19 @@ def models(records: Sequence[Record]) -> list[Model]:
             acts[rank] = _acts(step, own_samples[number], waits, still, move_of.get(rank, {}))
             starts[rank] = clock.on_first(step.start_ns)
             lengths.append(step.end_ns - step.start_ns)
-        wire = _fit(moves, here, {record.header.rank: clock_of[record.header.host] for record in ranks})
-        if wire is not None:
-            found.append(Model(number, starts, acts, moves, wire, statistics.fmean(lengths)))
+        periods, shortest = _periods(
+            moves, here, {record.header.rank: clock_of[record.header.host] for record in ranks}
+        )
+        found.append(Model(number, starts, acts, moves, statistics.fmean(lengths), periods, shortest))
     return found
 
 
-def run(model: Model, takes: Callable[[Move], float] | None = None) -> float:
+def run(model: Model, takes: Callable[[Move], float]) -> float:
     """How long the step takes, mean over the ranks, in ns. O(acts x log).
 
     Args:
-        takes: how long a move is on the wire, in ns; the model's own wire by default.
+        takes: how long a move is on the wire, in ns.
     """
-    takes = takes or model.wire.takes
     now = dict(model.starts_ns)
     at = dict.fromkeys(model.acts, 0)
     issued: list[dict[int, float]] = [{} for _ in model.moves]
@@ -214,45 +226,59 @@ def _acts(
     return tuple(acts)
 
 
-def _fit(moves: Sequence[Move], met: Sequence[Meeting], clock: Mapping[int, Clock]) -> Wire | None:
-    """Latency and time per byte of moves that took turns. Distances are relative, so that small moves count. Where all moves are
-    of one size the two cannot be told apart, and all counts as time per byte."""
-    spans: dict[tuple[int, ...], list[tuple[float, float, Move]]] = {}
-    for move, meeting in zip(moves, met, strict=True):
-        ready = max(clock[rank].on_first(one.issued_ns) for rank, one in meeting.parts)
-        ended = statistics.fmean(clock[rank].on_first(one.ended_ns) for rank, one in meeting.parts)
-        spans.setdefault(move.lane, []).append((ended, ready, move))
-    points: list[tuple[float, float]] = []
-    for lane in spans.values():
-        free = float("-inf")
-        for end, start, move in sorted(lane, key=lambda span: span[0]):
-            points.append((move.bytes, max(end - max(start, free), 1.0)))
-            free = end
-    if not points:
-        return None
-    # min sum ((a + b x - t) / t)^2, a and b not below 0.
-    weights = [(1 / t, x / t) for x, t in points]
-    aa, ab, bb = (sum(u * v for u, v in pairs) for pairs in _squares(weights))
-    a1, b1 = sum(u for u, _ in weights), sum(v for _, v in weights)
+def wires(found: Sequence[Model], link_bytes_s: float = 0.0) -> tuple[Wire, ...]:
+    """What the wire may be: one, or two where latency and time per byte cannot be told apart; none without moves.
+
+    Args:
+        link_bytes_s: what the link carries at most, if that is known.
+    """
+    periods = [period for model in found for period in model.periods]
+    if not periods:
+        return ()
+    # min sum ((moves a + bytes b - t) / t)^2 with a and b not below 0.
+    points = [(period.moves / period.ns, period.bytes / period.ns) for period in periods]
+    aa, ab, bb = (sum(u * v for u, v in pairs) for pairs in _squares(points))
+    a1, b1 = sum(u for u, _ in points), sum(v for _, v in points)
+    if not bb:
+        return (Wire(a1 / aa, 0.0),)
+    plain = Wire(0.0, b1 / bb)
     determinant = aa * bb - ab * ab
-    latency: float = 0.0
-    per_byte: float = b1 / bb if bb else 0.0
-    if determinant > 1e-9 * aa * bb:
+    if determinant > ALIKE * aa * bb:
         latency, per_byte = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
-        if per_byte < 0:
-            latency, per_byte = a1 / aa, 0.0
-        elif latency < 0:
-            latency, per_byte = 0.0, b1 / bb
-    elif not bb:
-        latency = a1 / aa
-    error = statistics.fmean(abs(latency + per_byte * x - t) / t for x, t in points)
-    return Wire(latency, per_byte, error)
+        return (Wire(a1 / aa, 0.0) if per_byte < 0 else plain if latency < 0 else Wire(latency, per_byte),)
+    moves, nbytes, ns = (sum(each) for each in zip(*periods, strict=True))
+    least = 1e9 / link_bytes_s if link_bytes_s else 0.0
+    latency = max(0.0, min((ns - nbytes * least) / moves, *(model.shortest_ns for model in found if model.moves)))
+    return (plain, Wire(latency, max(0.0, ns - moves * latency) / nbytes))
 
 
-def _squares(weights: Sequence[tuple[float, float]]) -> Iterable[list[tuple[float, float]]]:
-    yield [(u, u) for u, _ in weights]
-    yield [(u, v) for u, v in weights]
-    yield [(v, v) for _, v in weights]
+def _periods(
+    moves: Sequence[Move], met: Sequence[Meeting], clock: Mapping[int, Clock]
+) -> tuple[tuple[Period, ...], float]:
+    """The busy periods of a step, and its shortest move."""
+    lanes: dict[tuple[int, ...], list[tuple[float, float, Move]]] = {}
+    for move, meeting in zip(moves, met, strict=True):
+        all_there = max(float(clock[rank].on_first(one.issued_ns)) for rank, one in meeting.parts)
+        mean_end = statistics.fmean(clock[rank].on_first(one.ended_ns) for rank, one in meeting.parts)
+        lanes.setdefault(move.lane, []).append((all_there, max(mean_end, all_there + 1.0), move))
+    found: list[Period] = []
+    for lane in lanes.values():
+        since = until = -math.inf
+        for ready, ended, move in sorted(lane, key=lambda span: span[:2]):
+            if ready > until:
+                since, until = ready, ended
+                found.append(Period(1, move.bytes, until - since))
+            else:
+                until = max(until, ended)
+                before = found[-1]
+                found[-1] = Period(before.moves + 1, before.bytes + move.bytes, until - since)
+    return tuple(found), min((ended - ready for lane in lanes.values() for ready, ended, _ in lane), default=0.0)
+
+
+def _squares(points: Sequence[tuple[float, float]]) -> Iterable[list[tuple[float, float]]]:
+    yield [(u, u) for u, _ in points]
+    yield [(u, v) for u, v in points]
+    yield [(v, v) for _, v in points]
 
 
 def merged(model: Model, least_bytes: float, purpose: str = "data-parallel sync") -> Model:
@@ -309,5 +335,7 @@ def evened(model: Model) -> Model:
     return replace(model, acts=acts, starts_ns=dict.fromkeys(model.starts_ns, 0.0))
 
 
+ALIKE = 0.02
+"""Periods are alike where the determinant of the fit is below this share of what it can be."""
 SLACK_NS = 200_000
 """A wait may end so long before its operation's end was noted."""

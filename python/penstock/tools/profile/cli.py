@@ -13,6 +13,7 @@ from penstock.errors import PenstockError
 from penstock.tools.profile import run
 
 if TYPE_CHECKING:
+    from penstock.profiling.advice import Advice
     from penstock.profiling.breakdown import Breakdown
     from penstock.profiling.record import Record
 
@@ -26,6 +27,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--perfetto", type=_FILE, help="Write a trace for ui.perfetto.dev.")
 @click.option("--csv", type=_FILE, help="Write the table.")
 @click.option("--json", type=_FILE, help="Write the table.")
+@click.option("--apply", "applied", is_flag=True, help="Then run it again with the best change, and compare.")
 @click.argument("arguments", nargs=-1, metavar="[--] [SCRIPT.py | COMMAND] [ARGS]...", type=click.UNPROCESSED)
 def command(
     arguments: tuple[str, ...],
@@ -35,6 +37,7 @@ def command(
     perfetto: Path | None,
     csv: Path | None,
     json: Path | None,
+    applied: bool,
 ) -> None:
     """Tell where the time of a training step goes, rank by rank.
 
@@ -49,6 +52,8 @@ def command(
     """
     if bool(arguments) == (read is not None):
         raise click.UsageError("name a script, a command behind --, or what to --read")
+    if applied and read is not None:
+        raise click.UsageError("--apply runs a command again: --read has none")
     wanted = {"html": html, "perfetto": perfetto, "csv": csv, "json": json}
     try:
         if read is not None:
@@ -64,17 +69,43 @@ def command(
     try:
         records = _load(folder)
         said = run.complaints(folder, records)
-        if records:
-            _tell(records, wanted)
+        advice = _tell(records, wanted) if records else None
         for text in said:
             click.echo(f"penstock profile: {text}", err=True)
         if records:
             click.echo(f"the records are in {folder} (penstock profile --read {folder})")
         elif not any(folder.iterdir()):
             folder.rmdir()
+        if applied and code == 0 and advice is not None:
+            code = _apply(started, folder, advice)
     except PenstockError as error:
         click.echo(f"penstock profile: {error}", err=True)
     sys.exit(code)
+
+
+def _apply(command: Sequence[str], folder: Path, advice: Advice) -> int:
+    """Run the command with the best change that needs no change of the script. Returns its exit code."""
+    from penstock.profiling.divide import divide
+
+    best = advice.first
+    if best is None:
+        click.echo("penstock profile: no change that --apply can make would make a step shorter by 1 %", err=True)
+        return 0
+    click.echo(f"again, with {best.change} ({best.how}) ...")
+    again = run.fresh_folder(folder.with_name(f"{folder.name}-applied"))
+    code = run.run(command, again, best.settings)
+    records = _load(again)
+    shares = divide(records).shares if records else ()
+    if code != 0 or not shares:
+        click.echo(f"penstock profile: the command ended with status {code}; the records are in {again}", err=True)
+        return code
+    took = sum(share.step_ns for share in shares) / len(shares)
+    miss = best.after_ns / took - 1
+    click.echo(
+        f"a step takes {took / 1e6:.1f} ms instead of {best.before_ns / 1e6:.1f}; predicted were {best.after_ns / 1e6:.1f} "
+        f"±{100 * best.error:.0f} %, {abs(miss):.1%} too {'many' if miss > 0 else 'few'}"
+    )
+    return code
 
 
 def _load(folder: Path) -> list[Record]:
@@ -88,8 +119,9 @@ def _load(folder: Path) -> list[Record]:
     return records
 
 
-def _tell(found: Sequence[Record] | Breakdown, wanted: dict[str, Path | None]) -> None:
+def _tell(found: Sequence[Record] | Breakdown, wanted: dict[str, Path | None]) -> Advice | None:
     from penstock.profiling import writers
+    from penstock.profiling.advice import advise
     from penstock.profiling.breakdown import Breakdown
     from penstock.profiling.divide import divide
     from penstock.tools.profile.report import page
@@ -97,7 +129,8 @@ def _tell(found: Sequence[Record] | Breakdown, wanted: dict[str, Path | None]) -
 
     records: list[Record] = [] if isinstance(found, Breakdown) else list(found)
     breakdown = found if isinstance(found, Breakdown) else divide(records)
-    click.echo(table(breakdown), nl=False)
+    advice = advise(records, breakdown) if records else None
+    click.echo(table(breakdown, advice), nl=False)
     for problem in breakdown.problems:
         click.echo(f"penstock profile: {problem}", err=True)
     if wanted["csv"]:
@@ -111,4 +144,5 @@ def _tell(found: Sequence[Record] | Breakdown, wanted: dict[str, Path | None]) -
     if wanted["html"]:
         from penstock.reports.page import render
 
-        wanted["html"].write_text(render(page(breakdown, records)), encoding="utf-8")
+        wanted["html"].write_text(render(page(breakdown, records, advice)), encoding="utf-8")
+    return advice

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.profiling.advice import Advice
 from penstock.profiling.breakdown import OTHER, Breakdown, Share
 from penstock.profiling.record import Record
 from penstock.reports import (
@@ -30,8 +31,8 @@ from penstock.tools.profile.shown import Unit, still_ns, unit
 __all__ = ["page"]
 
 
-def page(breakdown: Breakdown, records: Sequence[Record], next_step: Next | None = None) -> Page:
-    """The report. ``next_step`` is what the search for causes found to be best; without it, what the largest part suggests."""
+def page(breakdown: Breakdown, records: Sequence[Record], advice: Advice | None = None) -> Page:
+    """The report. Its next step is the best change of the ``advice``; without one, what the largest part suggests."""
     shares = [each for each in breakdown.shares if each.steps]
     sections = []
     if shares:
@@ -48,6 +49,11 @@ def page(breakdown: Breakdown, records: Sequence[Record], next_step: Next | None
             sections.append(Section("One step, moment by moment", moments(breakdown, shares, records)))
     elif breakdown.shares:
         sections.append(Section("Communication", [shown.collectives(breakdown)]))
+    if advice is not None and advice.causes:
+        why: list[str | list[str] | Picture | Table] = [shown.causes(advice)]
+        if advice.predictions:
+            why += [shown.predictions(advice), HOW_PREDICTED]
+        sections.insert(1 if shares else 0, Section("What to change", why))
     remarks = [*breakdown.notes, *_clocks(breakdown)]
     if remarks:
         sections.append(Section("How this was measured", [remarks]))
@@ -57,7 +63,7 @@ def page(breakdown: Breakdown, records: Sequence[Record], next_step: Next | None
         kind="penstock profile",
         answer=shown.answer(breakdown),
         picture=bars("step", shares, FIRST_BARS) if shares else sums(breakdown),
-        next=next_step or following(breakdown, shares),
+        next=_best(advice) or following(breakdown, shares),
         setting=setting(breakdown, shares, records),
         problems=() if breakdown.shares else tuple(f"Problem: {each}" for each in breakdown.problems),
         cards=cards(shares),
@@ -113,6 +119,20 @@ def sums(breakdown: Breakdown) -> Picture:
     see = f"{order[0]} takes most of the time in collectives." if order else "There is nothing to show."
     how = "Mean of a process over the whole file." if order else "The problems above say why."
     return Picture("sums", Bars(Axis("time in collectives", in_unit.name), drawn), see, how)
+
+
+def _best(advice: Advice | None) -> Next | None:
+    """The change that makes a step shorter by most, as far as one is known."""
+    if advice is None:
+        return None
+    found = next((each for each in advice.predictions if each.how), None)
+    cause = next((each for each in advice.causes if each.kind != "compute"), None)
+    if cause is not None and (found is None or (cause.gain_ns or 0.0) > found.before_ns - found.after_ns):
+        return Next(f"{cause.text[:1].upper()}{cause.text[1:]}.", cause.change)
+    if found is None:
+        return None
+    times = f"{duration(found.after_ns / 1e9)} instead of {duration(found.before_ns / 1e9)}"
+    return Next(f"With {found.change} a step should take {times} (±{100 * found.error:.0f} %).", found.how)
 
 
 def following(breakdown: Breakdown, shares: Sequence[Share]) -> Next:
@@ -287,6 +307,12 @@ COLOUR_OF = {
 HOW_DIVIDED = (
     "Times are a rank's mean step. Wire: all ranks of an operation are there, bytes move, and this rank stands still. Wait: it "
     "stands still because a rank is not there yet. What runs beside a rank's own work costs no time and is not in this table."
+)
+HOW_PREDICTED = (
+    "Computed from sampled steps: what the training threads did stays, and operations take as long as the changed network makes "
+    "them. The error is how far the model is from the steps that it was made of; computing that becomes slower or faster is not "
+    "in it. `penstock profile --apply` makes the first change that needs no change of the script, and says how far off its "
+    "prediction was."
 )
 FIRST_BARS, MORE_BARS, MOST_ROWS, MOST_INTERFACES, MOST_HOSTS = 7, 16, 6, 5, 16
 """`FIRST_BARS` fit on the first screen of a phone, between the answer and the next step."""

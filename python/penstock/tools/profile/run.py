@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.errors import Config
@@ -17,6 +18,8 @@ from penstock.profiling.record import Record
 
 __all__ = ["complaints", "fresh_folder", "run", "started"]
 
+CHANGE = "PENSTOCK_PROFILE_CHANGE"
+"""What `recorder/changes.py` reads."""
 SITE = Path(__file__).with_name("recorder") / "site"
 
 FEW = 3
@@ -65,9 +68,16 @@ def started(arguments: Sequence[str]) -> list[str]:
     return list(arguments)
 
 
-def run(command: Sequence[str], folder: Path) -> int:
-    """Run it to its end. Returns its exit code, as a shell says it."""
+def run(command: Sequence[str], folder: Path, settings: Mapping[str, str | int] | None = None) -> int:
+    """Run it to its end. Returns its exit code, as a shell says it.
+
+    Args:
+        settings: of `predict.Prediction`: variables of Penstock, and changes that the recorder makes.
+    """
     env = dict(os.environ, PENSTOCK_PROFILE=str(folder))
+    if settings:
+        env |= {name: str(value) for name, value in settings.items() if name.isupper()}
+        env[CHANGE] = json.dumps({name: value for name, value in settings.items() if not name.isupper()})
     env["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [env.get("PYTHONPATH")])])
     env.pop("PENSTOCK_PROFILED", None)
     # Kineto tells on stderr of each start and stop.
@@ -116,8 +126,7 @@ def complaints(folder: Path, records: Sequence[Record]) -> list[str]:
     has_python, has_torch = (folder / ".python").exists(), (folder / ".torch").exists()
     for path in folder.glob(".*"):
         path.unlink()
-    # Not those of hosts, which hold readings.
-    ranks = [record for record in records if not record.readings]
+    ranks = list(records)
     if not ranks:
         return [*said, _nothing(has_python, has_torch)]
     return [*said, *(text for record in ranks for text in _of_rank(record)), *_of_job(ranks)]

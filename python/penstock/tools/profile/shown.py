@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from penstock.profiling.advice import Advice
 from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Breakdown, Moving, Share
 from penstock.reports import Column, Line, Table
 from penstock.reports.numbers import duration, plural, share, size
@@ -16,9 +17,11 @@ from penstock.reports.numbers import duration, plural, share, size
 __all__ = [
     "Unit",
     "answer",
+    "causes",
     "collectives",
     "communication",
     "division",
+    "predictions",
     "purposes",
     "still_ns",
     "table",
@@ -43,7 +46,7 @@ def unit(time_ns: float) -> Unit:
     return Unit("s", 1e9) if time_ns >= 10e9 else Unit("ms", 1e6) if time_ns >= 1e6 else Unit("µs", 1e3)
 
 
-def table(breakdown: Breakdown) -> str:
+def table(breakdown: Breakdown, advice: Advice | None = None) -> str:
     """For a terminal of 80 columns, in lines that end."""
     out = io.StringIO()
     # A width of its own, so that what is piped into a file is as what is seen.
@@ -58,7 +61,72 @@ def table(breakdown: Breakdown) -> str:
         console.print(collectives(breakdown).for_terminal())
     for note in breakdown.notes:
         console.print(note)
+    if advice is not None:
+        for number, cause in enumerate(advice.causes[:FIRST_CAUSES], 1):
+            console.print(f"{number}. {cause.text}.")
+            if cause.change:
+                console.print(f"   Change: {cause.change}.")
+        if advice.predictions:
+            console.print(predictions(advice).for_terminal())
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+# Why, and what would change it
+
+
+def causes(advice: Advice) -> Table:
+    """All causes, for the page."""
+    lines = [
+        Line(
+            [
+                cause.kind,
+                cause.text,
+                share(cause.cost_ns / step) if (step := _step_ns(advice)) else duration(cause.cost_ns / 1e9),
+                "" if cause.gain_ns is None else duration(cause.gain_ns / 1e9),
+                cause.change,
+            ]
+        )
+        for cause in advice.causes
+    ]
+    columns = [
+        Column("cause", is_text=True),
+        Column("what was found", is_text=True),
+        Column("explains", meaning="of the mean step"),
+        Column("gain", meaning="by how much a step should become shorter; empty where what was measured does not tell"),
+        Column("what to change", is_text=True),
+    ]
+    return Table("Why a step takes so long", columns, lines)
+
+
+def predictions(advice: Advice) -> Table:
+    """What a step would take with something changed."""
+    found = advice.predictions
+    scale = unit(max((each.before_ns for each in found), default=1e6))
+    lines = [
+        Line(
+            [
+                each.change,
+                scale.text(each.after_ns),
+                f"±{100 * each.error:.0f} %",
+                f"{each.gain:.2f}×",
+                each.how,
+            ]
+        )
+        for each in found
+    ]
+    columns = [
+        Column("with", is_text=True),
+        Column(f"a step, {scale.name}"),
+        Column("error"),
+        Column("faster"),
+        Column("how", is_text=True),
+    ]
+    now = scale.text(found[0].before_ns) if found else ""
+    return Table(f"What a step would take instead of {now} {scale.name} (computed)", columns, lines)
+
+
+def _step_ns(advice: Advice) -> float:
+    return advice.predictions[0].before_ns if advice.predictions else 0.0
 
 
 # In one line
@@ -314,6 +382,6 @@ def _bytes(count: float) -> str:
 
 
 NOTHING = Moving()
-WIDTH, FEW, MOST_WAITED = 80, 4, 5
+WIDTH, FEW, MOST_WAITED, FIRST_CAUSES = 80, 4, 5, 3
 LEAST = 0.005
 """A share of a step that rounds to nothing."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from penstock.tools.profile.recorder import collectives, sampling
+from penstock.tools.profile.recorder import changes, collectives, sampling
 from penstock.tools.profile.recorder.identity import Identity
 from penstock.tools.profile.recorder.recording import PROFILED, Recording
 
@@ -71,6 +71,7 @@ def _patch() -> None:
     _patch_functions()
     _patch_loader()
     sampling.patch(_running_sample)
+    changes.make()
     if torch.distributed.is_available():
         collectives.patch(_active, _joined)
     for name, then in _LATER.items():

@@ -1,0 +1,54 @@
+"""What holds a step back, and what would change that: the causes that were found, and what changes would bring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.profiling.breakdown import Breakdown
+from penstock.profiling.causes import Cause, find
+from penstock.profiling.measures import Measures
+from penstock.profiling.predict import Network, Prediction, predict
+from penstock.profiling.record import Record
+
+__all__ = ["Advice", "advise", "network_of"]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The most promising first."""
+
+    causes: tuple[Cause, ...] = ()
+    predictions: tuple[Prediction, ...] = ()
+    """Those that a step becomes shorter by, by `LEAST_GAIN` and more."""
+
+    @property
+    def first(self) -> Prediction | None:
+        """The best change that `penstock profile --apply` can make."""
+        return next((each for each in self.predictions if each.settings), None)
+
+
+def advise(records: Sequence[Record], breakdown: Breakdown) -> Advice:
+    """Causes and predictions. Cost: a second for 10^5 operations."""
+    causes = find(records, breakdown)
+    predictions = predict(records, network_of(records, breakdown, causes))
+    return Advice(tuple(causes), tuple(each for each in predictions if each.gain >= 1 + LEAST_GAIN))
+
+
+def network_of(records: Sequence[Record], breakdown: Breakdown, causes: Sequence[Cause]) -> Network:
+    """What counters say of the network: the slowest link whose rate is known, and what a flow gets if that is what holds."""
+    measures = Measures(records, breakdown)
+    limits = [link.limit.bytes_per_s for link in measures.links if link.limit is not None and link.limit.is_known]
+    backends = {str(record.header.about.get("backend", "")) for record in records} - {""}
+    cap = next((cause.numbers for cause in causes if cause.kind == "flow cap"), {})
+    return Network(
+        PAYLOAD * min(limits, default=0.0),
+        cap.get("stream_bytes_per_s", 0.0),
+        round(cap.get("streams_to_a_peer", 0)),
+        backends.pop() if len(backends) == 1 else "",
+    )
+
+
+LEAST_GAIN = 0.01
+PAYLOAD = 0.956
+"""Of a link's bytes: TCP over Ethernet with frames of 1,500 bytes and time stamps."""
