@@ -441,10 +441,11 @@ def test_a_folder_of_ours_has_its_hosts_counters(tmp_path: pathlib.Path) -> None
         readings = [Readings(at, {"nic.eth0.rx_bytes": at / 3}) for at in range(3)]
         (tmp_path / f"host-{host}.jsonl").write_text("".join(map(record.line, [header, *readings])))
     (tmp_path / "notes.txt").write_text("mine")
+    written(tmp_path / "perfetto.json", profiled.cuda_trace())
     first, second = loaded(tmp_path)
     assert [len(first.readings), len(second.readings), len(first.steps), len(first.samples)] == [3, 0, 4, 3]
     assert any("host c belong to no rank" in each for each in first.problems)
-    assert any("notes.txt, which was not read" in each for each in first.problems)
+    assert any("perfetto.json, notes.txt, which was not read" in each for each in first.problems)
     with pytest.raises(Config, match="no rank: give the folder"):
         load(tmp_path / "host-a.jsonl")
 
