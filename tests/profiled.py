@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from penstock.profiling.breakdown import Breakdown, Moving, Share
+from penstock.profiling.readers import load
 from penstock.profiling.record import Header, Interval, Operation, Readings, Record, Sample, Span, Step, Wait
 
 MS = 1_000_000
@@ -181,3 +185,49 @@ def inspector_lines(ranks: Sequence[int] = (0, 1)) -> str:
                     )
                 )
     return "\n".join(lines) + "\n"
+
+
+def loaded(path: pathlib.Path) -> list[Record]:
+    found = load(path)
+    assert isinstance(found, list)
+    return found
+
+
+def summed(path: pathlib.Path, **options: Any) -> Breakdown:
+    found = load(path, **options)
+    assert isinstance(found, Breakdown)
+    return found
+
+
+def written(path: pathlib.Path, trace: Any) -> pathlib.Path:
+    path.write_text(json.dumps(trace))
+    return path
+
+
+def check_sums(shares: tuple[Share, ...]) -> None:
+    for each in shares:
+        parts = sum(each.work.values()) + sum(moved.exposed_ns for moved in each.communication.values())
+        assert parts == pytest.approx(each.step_ns, rel=1e-9)
+
+
+LOG = pathlib.Path(__file__).parent / "recordings" / "megatron-pp16.log"
+
+NEWER = """\
+  pipeline_model_parallel_size .................... 4
+  global_batch_size ............................... 8
+  micro_batch_size ................................ 1
+  data_parallel_size .............................. 1
+  world_size ...................................... 4
+ [2026-01-01] iteration {number}/ 100 | elapsed time per iteration (ms): 220.0 | global batch size: 8 | lm loss: 1.0 |
+{head} time across ranks (ms):
+    forward-backward ...............................: {least}190.00{end}
+    forward-compute ................................: {least}40.00{end}
+    backward-compute ...............................: {least}80.00{end}
+    forward-recv ...................................: {least}16.00{end}
+    forward-send ...................................: {least}2.00{end}
+    backward-recv ..................................: {least}33.00{end}
+    embedding-grads-all-reduce .....................: {least}31.00{end}
+    all-grads-sync .................................: {least}12.00{end}
+    optimizer-clip-main-grad .......................: {least}3.00{end}
+    optimizer ......................................: {least}20.00{end}
+"""

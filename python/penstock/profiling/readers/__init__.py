@@ -38,7 +38,10 @@ def load(path: Path, *, pipeline_stages: int | None = None) -> list[Record] | Br
     kinds: dict[str, list[Path]] = {}
     for each in files:
         kinds.setdefault(_kind(each), []).append(each)
-    strange = kinds.pop("", []) + (kinds.pop("megatron", []) if len(kinds) > 1 else [])
+    strange = kinds.pop("", [])
+    # Beside what was recorded may lie what was made of it; beside traces, what a script printed.
+    for kind in ("trace", "inspector", "megatron") if "ours" in kinds else ("megatron",) if len(kinds) > 1 else ():
+        strange += kinds.pop(kind, [])
     if len(kinds) > 1:
         told = ", ".join(f"{NAMES[kind]} ({paths[0].name})" for kind, paths in sorted(kinds.items()))
         raise Config(f"{path} holds files of several kinds: {told}. Give one of them, or a folder of one kind")

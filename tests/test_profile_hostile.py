@@ -1,0 +1,301 @@
+"""Files of other profilers that are broken or hostile: an error of ours or a partial result, and bounded memory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pathlib
+import random
+import re
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import profiled
+from penstock.errors import Config
+from penstock.profiling import record
+from penstock.profiling.breakdown import Breakdown
+from penstock.profiling.readers import load
+from penstock.profiling.readers.source import Text
+from penstock.profiling.record import Record
+from penstock.tools.profile.shown import table
+from profiled import LOG, NEWER, check_sums, loaded, written
+
+
+@pytest.mark.parametrize(
+    ("content", "want"),
+    [
+        (b"", "is empty"),
+        (b"SQLite format 3\0" + b"\0" * 100, "a database"),
+        (b"PK\x03\x04" + b"\0" * 100, "a zip archive: unpack it first"),
+        (b"\x80\x04\x95" + b"\0" * 100, "never read"),
+        (b"\0\1\2\3" * 100, "is no text"),
+        (b"hello\nworld\n", "no log of Megatron-LM"),
+        (b" iteration 1/ 2 | elapsed time per iteration (ms): 3.0 |", "without timers"),
+        (b'{"a": 1}', "no list traceEvents"),
+        (b'{"traceEvents": []}', "not of torch.profiler"),
+        (b'[{"ph": "X", "cat": "other", "name": "n", "ts": 1, "dur": 1}]', "not of torch.profiler"),
+        (b'{"format": "penstock-profile/9"}\n', "read it with the penstock that wrote it"),
+        (b'{"header": {"n_ranks": 1}}\n{"coll_perf"', "holds no collective"),
+    ],
+)
+def test_what_is_not_read_is_named(tmp_path: pathlib.Path, content: bytes, want: str) -> None:
+    """The error says which file, what it is, and what is read; plain and packed."""
+    path = tmp_path / "some.file"
+    path.write_bytes(content)
+    with pytest.raises(Config, match=want) as said:
+        load(path)
+    assert str(path) in str(said.value)
+    if want not in ("is empty", "a database") and b"\0" not in content:
+        path.write_bytes(gzip.compress(content))
+        with pytest.raises(Config, match=want):
+            load(path)
+
+
+def test_what_is_no_file(tmp_path: pathlib.Path) -> None:
+    """Nothing there, a pipe, a device, a folder without files of ours."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "nothing", tmp_path / "pipe", pathlib.Path("/dev/zero"), tmp_path, pathlib.Path("a\0b")):
+        with pytest.raises(Config):
+            load(path)
+
+
+def test_a_trace_that_is_cut_off_gives_what_is_there(tmp_path: pathlib.Path) -> None:
+    """At any byte, plain and packed: never more than the whole, and a problem says so."""
+    whole = json.dumps(profiled.cuda_trace()).encode()
+    path = tmp_path / "t.json"
+    path.write_bytes(whole)
+    steps = len(loaded(path)[0].steps)
+    packed = gzip.compress(whole)
+    partial = 0
+    for content in [
+        *(whole[: len(whole) * i // 40] for i in range(1, 40)),
+        *(packed[: len(packed) * i // 10] for i in range(1, 10)),
+    ]:
+        path.write_bytes(content)
+        try:
+            (found,) = loaded(path)
+        except Config:
+            continue
+        assert 1 <= len(found.steps) <= steps and any("t.json is" in each for each in found.problems), found.problems
+        partial += 1
+    assert partial > 30
+
+
+def test_events_without_sense_are_left_out_and_counted(tmp_path: pathlib.Path) -> None:
+    """Times that are no numbers or before others, names and threads of any kind: the rest is read as if they were not there."""
+    trace = profiled.cuda_trace()
+    path = tmp_path / "t.json"
+    clean = loaded(written(path, trace))[0]
+    bad: list[Any] = [
+        {"ph": "X", "cat": "kernel", "name": "k", "ts": ts, "dur": dur, "tid": [1], "args": []}
+        for ts, dur in (
+            (float("nan"), 1),
+            (1, float("inf")),
+            (-5, 1),
+            (1, -1),
+            ("1", 1),
+            (None, 1),
+            (True, 1),
+            (1, 1e300),
+        )
+    ]
+    trace["traceEvents"] += [*bad, 7, None, "text", []]
+    (found,) = loaded(written(path, trace))
+    assert found.steps == clean.steps and found.samples == clean.samples
+    assert any("8 events have no sensible time" in each for each in found.problems)
+    assert any("4 events make no sense" in each for each in found.problems)
+
+
+def limited(program: str, *arguments: str) -> str:
+    """What a program prints that may have 1 GiB of memory more than Python itself, and 60 s."""
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({1 << 30}, {1 << 30}))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", limit + program, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+READ = """
+import sys, pathlib
+from penstock.errors import Config
+from penstock.profiling.readers import load
+try:
+    found = load(pathlib.Path(sys.argv[1]))
+    print("read", found[0].problems if isinstance(found, list) else found.problems)
+except Config as error:
+    print("Config", error)
+"""
+
+FILLERS = {
+    "spaces": (b'{"traceEvents": [', b" ", b""),
+    "nesting": (b'{"traceEvents": [', b"[", b""),
+    "objects": (b'{"traceEvents": ', b'{"a":', b""),
+    "one string": (b'{"traceEvents": ["', b"a", b""),
+    "a number": (b'{"a": ', b"7", b""),
+    "one line": (b"iteration 1/2 ", b"x", b""),
+    "zeros": (b"", b"\0", b""),
+}
+
+
+@pytest.mark.parametrize("kind", FILLERS)
+def test_a_bomb_does_not_fill_the_memory(tmp_path: pathlib.Path, kind: str) -> None:
+    """A gzip file of a few hundred KiB that unpacks to 128 MiB of one thing."""
+    head, filler, tail = FILLERS[kind]
+    path = tmp_path / "t.json.gz"
+    pack = zlib.compressobj(1, wbits=31)
+    piece = filler * ((1 << 20) // len(filler))
+    path.write_bytes(
+        b"".join([pack.compress(head), *(pack.compress(piece) for _ in range(128)), pack.compress(tail), pack.flush()])
+    )
+    assert path.stat().st_size < 4 << 20
+    said = limited(READ, str(path))
+    assert said.startswith(("Config", "read"))
+
+
+def test_text_is_bounded(tmp_path: pathlib.Path) -> None:
+    """Lines are cut, packing is limited by its ratio, and several packed parts are one text."""
+    path = tmp_path / "text"
+    path.write_bytes(gzip.compress(b"one\r\ntwo\n") + gzip.compress(b"a" * (3 << 20) + b"\nthree") + b"\0" * 16)
+    with path.open("rb") as file:
+        lines = list(Text(file, path).lines())
+    assert [each[:5] for each in lines if each] == ["one", "two", "aaaaa", "three"] and len(
+        max(lines, key=len)
+    ) == 1 << 20
+
+
+# ---------------------------------------------------------------------------------------------------------------- fuzzing
+
+
+def mutations(whole: bytes, random_of: random.Random) -> Iterator[bytes]:
+    """Bytes that flip, parts that go, come twice or move, and numbers that become what no number should be."""
+    strange = [
+        b"NaN",
+        b"-1",
+        b"1e999",
+        b"null",
+        b"[]",
+        b"{}",
+        b'"x"',
+        b"9" * 400,
+        b"true",
+        b"-Infinity",
+        b"0",
+        b"18446744073709551616",
+    ]
+    while True:
+        text = bytearray(whole)
+        for _ in range(random_of.choice((1, 1, 2, 5, 20))):
+            at = random_of.randrange(len(text) or 1)
+            kind = random_of.randrange(5)
+            if kind == 0 and text:
+                text[at] ^= 1 << random_of.randrange(8)
+            elif kind == 1:
+                del text[at : at + random_of.randrange(1, 200)]
+            elif kind == 2:
+                text[at:at] = text[at : at + random_of.randrange(1, 400)]
+            elif kind == 3:
+                del text[at:]
+            else:
+                while at < len(text) and not chr(text[at]).isdigit():
+                    at += 1
+                until = at
+                while until < len(text) and (chr(text[until]).isdigit() or text[until] in b".-e"):
+                    until += 1
+                text[at:until] = random_of.choice(strange)
+        yield bytes(text)
+
+
+def check(found: list[Record] | Breakdown) -> None:
+    """What a reader returns can be shown, written and read again."""
+    if isinstance(found, Breakdown):
+        table(found)
+        check_sums(found.shares)
+        return
+    for one in found:
+        assert 0 <= one.header.rank < one.header.world and one.steps == sorted(
+            one.steps, key=lambda step: step.start_ns
+        )
+        lines = "".join(map(record.line, [one.header, *one.steps, *one.samples]))
+        assert all(json.loads(line) for line in lines.splitlines())
+        for step in one.steps:
+            assert 0 <= step.start_ns <= step.end_ns < 1 << 63
+            assert all(
+                step.start_ns <= each.start_ns <= each.end_ns <= step.end_ns for each in (*step.spans, *step.waits)
+            )
+        for sample in one.samples:
+            assert all(each.issued_ns <= each.ended_ns for each in sample.operations)
+
+
+@pytest.mark.parametrize("kind", ["trace", "old trace", "log", "newer log", "inspector", "ours"])
+def test_no_mutation_breaks_a_reader(tmp_path: pathlib.Path, kind: str) -> None:
+    """Valid files with seeded faults: a result that holds together, or an error of ours."""
+    old = profiled.cuda_trace()
+    old["traceEvents"] = [each for each in old["traceEvents"] if each["cat"] != "kernel"]
+    one = profiled.record(1, 4)
+    whole = {
+        "trace": json.dumps(profiled.cuda_trace()),
+        "old trace": json.dumps(old["traceEvents"]),
+        "log": LOG.read_text(),
+        "newer log": NEWER.format(number=10, head="(min, max)", least="(1.0, ", end=")") * 2,
+        "inspector": profiled.inspector_lines(),
+        "ours": "".join(map(record.line, [one.header, *one.steps, *one.samples, *one.readings])),
+    }[kind].encode()
+    path = tmp_path / "file"
+    path.write_bytes(whole)
+    check(load(path))
+    if kind == "log":  # an iteration that takes no time
+        path.write_bytes(re.sub(rb"iteration \(ms\): [\d.]+", b"iteration (ms): 0.0", whole))
+        check(load(path))
+    read = 0
+    for seed, content in zip(range(120), mutations(whole, random.Random(kind)), strict=False):
+        path.write_bytes(content)
+        try:
+            check(load(path))
+            read += 1
+        except Config:
+            pass
+        except Exception as error:
+            raise AssertionError(f"seed {kind!r}, mutation {seed}") from error
+    assert read > 20
+
+
+def test_a_written_record_reads_back(tmp_path: pathlib.Path) -> None:
+    """A trace's record is one of ours: what the recorder's format keeps of it is all of it."""
+    (found,) = loaded(written(tmp_path / "t.json", profiled.cuda_trace()))
+    path = tmp_path / "rank-0.jsonl"
+    path.write_text("".join(map(record.line, [found.header, *found.steps, *found.samples])))
+    (again,) = loaded(path)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    assert loaded(path) == [again]
+    assert (again.header, again.steps, again.samples) == (found.header, found.steps, found.samples)
+
+
+def test_a_large_trace_takes_little_memory(tmp_path: pathlib.Path) -> None:
+    """100,000 operators, 20 MB, are read with less than 300 MiB; as many events of no interest cost nothing."""
+    path = tmp_path / "t.json"
+    base = profiled.cuda_trace()
+    with path.open("w") as file:
+        file.write('{"traceEvents": [')
+        file.write(",".join(map(json.dumps, base["traceEvents"])))
+        for i in range(100_000):
+            at = 0.5 + i * 0.9
+            file.write(
+                f',{{"ph":"X","cat":"cpu_op","name":"aten::add_{i % 50}","pid":7,"tid":3,"ts":{at},"dur":0.5,"args":{{}}}}'
+            )
+            file.write(
+                f',{{"ph":"f","cat":"ac2g","name":"ac2g","pid":7,"tid":3,"ts":{at},"id":{i},"args":{{"more":"{"x" * 60}"}}}}'
+            )
+        file.write("]}")
+    # The kernel's own peak: ru_maxrss has that of the process that started this one.
+    program = (
+        READ + "\nprint(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1])\n"
+    )
+    said = limited(program, str(path))
+    assert said.startswith("read []") and int(said.split()[-1]) < 300 << 10, said
