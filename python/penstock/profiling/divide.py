@@ -157,7 +157,7 @@ def _share(record: Record, judged: Turns, problems: list[str]) -> Share | None:
             previous = own
     if sampled == 0:
         problems.append(
-            f"rank {rank} has no sampled step after its first {WARM_UP_STEPS}: its communication is not told apart, exposed "
+            f"rank {rank} has no sampled step after its first {_warm_up(record)}: its communication is not told apart, exposed "
             "time is counted as wire, and what is hidden is unknown; let it run for more steps"
         )
     elif sums.running_on > 0.01 * sum(step.end_ns - step.start_ns for step in steps if step.number in samples):
@@ -302,14 +302,15 @@ def _counted(record: Record, problems: list[str]) -> list[Step]:
     steps = sorted({step.number: step for step in record.steps}.values(), key=lambda step: step.number)
     if len(steps) < len(record.steps):
         problems.append(f"rank {rank} recorded some steps twice, of which the last counts")
-    if len(steps) <= WARM_UP_STEPS:
+    warm_up = _warm_up(record)
+    if len(steps) <= warm_up:
         if steps:
             problems.append(
                 f"rank {rank} recorded {len(steps)} step{'s' * (len(steps) > 1)} only: the last one is shown, and what is done "
                 "once (connecting, compiling) may be in it"
             )
         return steps[-1:]
-    steps = steps[WARM_UP_STEPS:]
+    steps = steps[warm_up:]
     median = statistics.median(step.end_ns - step.start_ns for step in steps)
     long = [step for step in steps if step.end_ns - step.start_ns > OUTLIER * median]
     if long:
@@ -321,6 +322,11 @@ def _counted(record: Record, problems: list[str]) -> list[Step]:
             f"{(longest.end_ns - longest.start_ns) / 1e6:.3f} ms. The means include them"
         )
     return steps
+
+
+def _warm_up(record: Record) -> int:
+    """How many steps are left out. Who recorded with another tool has chosen the steps."""
+    return 0 if "reader" in record.header.about else WARM_UP_STEPS
 
 
 def _about_ranks(ranks: list[Record]) -> list[str]:

@@ -23,6 +23,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.command("profile", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="Folder of the records.")
 @click.option("--read", "read", type=click.Path(exists=True, path_type=Path), help="Run nothing: what a file tells.")
+@click.option("--pipeline-stages", type=click.IntRange(1), help="Of a log of Megatron-LM that does not say.")
 @click.option("--html", type=_FILE, help="Write a report.")
 @click.option("--perfetto", type=_FILE, help="Write a trace for ui.perfetto.dev.")
 @click.option("--csv", type=_FILE, help="Write the table.")
@@ -33,6 +34,7 @@ def command(
     arguments: tuple[str, ...],
     output: Path | None,
     read: Path | None,
+    pipeline_stages: int | None,
     html: Path | None,
     perfetto: Path | None,
     csv: Path | None,
@@ -52,6 +54,8 @@ def command(
     """
     if bool(arguments) == (read is not None):
         raise click.UsageError("name a script, a command behind --, or what to --read")
+    if pipeline_stages is not None and read is None:
+        raise click.UsageError("--pipeline-stages is for a log that is --read")
     if applied and read is not None:
         raise click.UsageError("--apply runs a command again: --read has none")
     wanted = {"html": html, "perfetto": perfetto, "csv": csv, "json": json}
@@ -59,7 +63,7 @@ def command(
         if read is not None:
             from penstock.profiling.readers import load
 
-            _tell(load(read), wanted)
+            _tell(load(read, pipeline_stages=pipeline_stages), wanted)
             return
         started = run.started(arguments)
         folder = run.fresh_folder(output)
