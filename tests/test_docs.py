@@ -251,6 +251,14 @@ RUN_BY = {
         "PENSTOCK_DEPLOYMENT=examples/aggregated.yaml PENSTOCK_LOG=info penstock testbed run --name lab -n 4 --"
         " python examples/char_gpt/train.py --backend penstock --steps 20",
     ],
+    "test_profile_command.py::test_a_script_and_its_record": [
+        "penstock profile --read penstock-profile-1",
+        "penstock profile --read penstock-profile-1 --html report.html --perfetto trace.json --csv table.csv",
+        "penstock profile train.py",
+    ],
+    "test_profile_command.py::test_the_command_of_the_page": [
+        "penstock profile -- torchrun --nproc-per-node 2 train.py",
+    ],
     "test_tune.py::test_the_command_explains_a_record_and_the_memory": [
         "penstock tune --show tuned.json",
         "penstock tune --show tuned.json --verify",
@@ -449,6 +457,7 @@ def give_files(root: pathlib.Path, folder: pathlib.Path, monkeypatch: pytest.Mon
     (folder / "train.py").write_text(page.split("```python\n")[1].split("```")[0])
     (folder / "tuned.json").touch()
     (folder / "records").mkdir()
+    (folder / "penstock-profile-1").mkdir()
     os.symlink(root / "examples", folder / "examples")
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))

@@ -116,10 +116,11 @@ def complaints(folder: Path, records: Sequence[Record]) -> list[str]:
     has_python, has_torch = (folder / ".python").exists(), (folder / ".torch").exists()
     for path in folder.glob(".*"):
         path.unlink()
-    ranks = [record for record in records if record.steps or record.samples]
+    # Not those of hosts, which hold readings.
+    ranks = [record for record in records if not record.readings]
     if not ranks:
         return [*said, _nothing(has_python, has_torch)]
-    return [*said, *(text for record in records for text in _of_rank(record)), *_of_job(records)]
+    return [*said, *(text for record in ranks for text in _of_rank(record)), *_of_job(ranks)]
 
 
 def _nothing(has_python: bool, has_torch: bool) -> str:

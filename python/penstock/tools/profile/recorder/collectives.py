@@ -8,16 +8,14 @@ import types
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from penstock.tools.profile.recorder import purposes
 from penstock.tools.profile.recorder.kineto import Call, canonical
-
-if TYPE_CHECKING:
-    from penstock.tools.profile.recorder.recording import Recording
+from penstock.tools.profile.recorder.marks import Marks
 
 __all__ = ["Calls", "patch", "patch_functional"]
 
@@ -29,6 +27,14 @@ _METHODS = (
     *("gather_single", "gather_into_tensor", "recv_anysource", "monitored_barrier"),
 )
 """Of ``ProcessGroup``, as far as this torch has them: what functions of torch.distributed call, whoever calls those."""
+
+
+class Recording(Protocol):
+    """As in `recording`, as far as a call needs it."""
+
+    calls: Calls
+    marks: Marks
+    phase: str
 
 
 class Calls:

@@ -1,4 +1,4 @@
-"""Starts the process that reads the counters of this host (`penstock.profiling.sampler`), one for all its ranks."""
+"""Starts the process that reads the counters of this host (``python -m penstock.profiling.sampler``), one for all its ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What Penstock's own reducers send (`GradientReducer`, the hook of DDP, the Horovod front): no call of torch.distributed shows it,
-but the engine remembers its last operations (`penstock flight`)."""
+"""What Penstock's own reducers send (`GradientReducer`, the hook of DDP, the Horovod front). No call of torch.distributed shows
+it, but the engine remembers its last operations (`penstock flight`)."""
 
 from __future__ import annotations
 

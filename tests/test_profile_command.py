@@ -1,0 +1,157 @@
+"""Proves the command `penstock profile`: whole runs with its options, what it refuses, exit codes, and a Ctrl-C."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import click.testing
+import pytest
+
+import forked
+from penstock.cli import main
+from penstock.profiling.record import Event, Header, Record, Step
+from penstock.tools.profile import run
+
+# Until the parts that read and divide records are on this branch.
+whole = pytest.mark.skipif(
+    importlib.util.find_spec("penstock.profiling.readers") is None, reason="the readers are another branch's"
+)
+
+SCRIPT = pathlib.Path(__file__).parent / "profiled" / "train.py"
+
+
+def profile(folder: pathlib.Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "READINGS": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "penstock", "profile", *arguments]
+    done: subprocess.CompletedProcess[str] = forked.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, **options
+    )
+    return done
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "name a script"),
+        (["--read", ".", "train.py"], "name a script"),
+        (["absent.py"], "there is no script absent.py"),
+        (["--", "no-such-command"], "there is no command no-such-command"),
+        (["--read", "absent"], "does not exist"),
+        (["-o", "a-file/below", "here.py"], "cannot write to"),
+        (["-o", "full", "here.py"], "holds a profile already"),
+    ],
+)
+def test_what_cannot_run_is_refused_first(
+    arguments: list[str], text: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one message, and the script does not start."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.py").write_text("open('started', 'w')")
+    (tmp_path / "a-file").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "rank-0.jsonl").touch()
+    done = click.testing.CliRunner().invoke(main, ["profile", *arguments])
+    assert done.exit_code in (1, 2) and text in done.output, done.output
+    assert not (tmp_path / "started").exists()
+
+
+def test_complaints_of_records(tmp_path: pathlib.Path) -> None:
+    """A rank whose file is missing, and too few samples, are told."""
+    header = Header(0, 3, "here", 1, 0, 0)
+    steps = [Step(number, number, number + 1) for number in range(9)]
+    [missing, few] = run.complaints(tmp_path, [Record(header, steps, events=[Event(9, "end")])])
+    assert "there is no record of rank 1, 2" in missing
+    assert "only 0 steps were sampled" in few
+
+
+def test_folders_are_numbered(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default is a fresh one."""
+    monkeypatch.chdir(tmp_path)
+    assert [run.fresh_folder(None).name for _ in range(2)] == ["penstock-profile-1", "penstock-profile-2"]
+
+
+@whole
+def test_a_script_and_its_record(tmp_path: pathlib.Path) -> None:
+    """The table and where the records are; and the same again from the folder, with every output."""
+    done = profile(tmp_path, str(SCRIPT), "accumulation")
+    assert done.returncode == 0, done.stderr
+    for word in ("forward", "backward", "clip", "optimizer", "the records are in"):
+        assert word in done.stdout, done.stdout
+    outputs = {"--html": "report.html", "--perfetto": "trace.json", "--csv": "table.csv", "--json": "table.json"}
+    again = profile(tmp_path, "--read", "penstock-profile-1", *(each for pair in outputs.items() for each in pair))
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.splitlines()[1:] == done.stdout.splitlines()[1:-1]
+    assert all((tmp_path / name).stat().st_size > 100 for name in outputs.values())
+    json.loads((tmp_path / "trace.json").read_text())
+
+
+@whole
+def test_the_exit_code_is_the_scripts(tmp_path: pathlib.Path) -> None:
+    """And what it trained before is told."""
+    script = tmp_path / "ends.py"
+    script.write_text(
+        "import runpy, sys\n"
+        f"sys.argv = [{str(SCRIPT)!r}, 'accumulation']\n"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+        "sys.exit(7)"
+    )
+    done = profile(tmp_path, str(script))
+    assert done.returncode == 7
+    assert "backward" in done.stdout
+
+
+@whole
+def test_a_ctrl_c_ends_the_script_and_is_told(tmp_path: pathlib.Path) -> None:
+    """It goes to the script, and what was recorded is read."""
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import torch, time, pathlib\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for number in range(100_000):\n"
+        "    model(torch.ones(1, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    time.sleep(0.01)\n"
+        "    if number == 30:\n"
+        "        pathlib.Path('trains').touch()\n"
+    )
+    with forked.Popen(
+        [sys.executable, "-m", "penstock", "profile", str(script)],
+        cwd=tmp_path,
+        env=dict(os.environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as job:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "trains").exists():
+            assert job.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(job.pid, signal.SIGINT)
+        stdout, stderr = job.communicate(timeout=60)
+    assert job.returncode not in (0, None)
+    assert "optimizer" in stdout and "the records are in" in stdout, stdout + stderr
+
+
+@whole
+@pytest.mark.slow
+def test_the_command_of_the_page(tmp_path: pathlib.Path) -> None:
+    """In fresh processes: torchrun, two ranks, the script of the page on `penstock convert`, and the host's counters."""
+    page = pathlib.Path(__file__).parent.parent / "docs" / "guide" / "convert.md"
+    (tmp_path / "train.py").write_text(page.read_text().split("```python\n")[1].split("```")[0])
+    command = [sys.executable, "-m", "penstock", "profile", "--", "torchrun", "--nproc-per-node", "2", "train.py"]
+    env = {**os.environ, "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "backward" in done.stdout, done.stdout + done.stderr
+    names = sorted(path.name.partition("-")[0] for path in (tmp_path / "penstock-profile-1").iterdir())
+    assert names == ["host", "rank", "rank"] and "counters of a host were not read" not in done.stderr
