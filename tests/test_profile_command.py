@@ -64,12 +64,15 @@ def test_what_cannot_run_is_refused_first(
 
 
 def test_complaints_of_records(tmp_path: pathlib.Path) -> None:
-    """A rank whose file is missing, and too few samples, are told."""
+    """A rank whose file is missing, and too few samples, are told. Only the recorder's own marks are taken out of the folder."""
+    (tmp_path / ".profile-torch").touch()
+    (tmp_path / ".keep").touch()
     header = Header(0, 3, "here", 1, 0, 0)
     steps = [Step(number, number, number + 1) for number in range(9)]
     [missing, few] = run.complaints(tmp_path, [Record(header, steps, events=[Event(9, "end")])])
     assert "there is no record of rank 1, 2" in missing
     assert "only 0 steps were sampled" in few
+    assert [path.name for path in tmp_path.iterdir()] == [".keep"]
 
 
 def test_folders_are_numbered(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def command(
             click.echo(f"penstock profile: {text}", err=True)
         if records:
             click.echo(f"the records are in {folder} (penstock profile --read {folder})")
-        elif not any(folder.iterdir()):
+        elif output is None and not any(folder.iterdir()):
             folder.rmdir()
     except PenstockError as error:
         click.echo(f"penstock profile: {error}", err=True)
