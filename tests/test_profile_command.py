@@ -88,6 +88,7 @@ def test_a_script_and_its_record(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stderr
     for word in ("forward", "backward", "clip", "optimizer", "the records are in"):
         assert word in done.stdout, done.stdout
+    assert "nothing was recorded" not in done.stderr and "ends early" not in done.stderr
     outputs = {"--html": "report.html", "--perfetto": "trace.json", "--csv": "table.csv", "--json": "table.json"}
     again = profile(tmp_path, "--read", "penstock-profile-1", *(each for pair in outputs.items() for each in pair))
     assert again.returncode == 0, again.stderr
@@ -158,3 +159,4 @@ def test_the_command_of_the_page(tmp_path: pathlib.Path) -> None:
     assert "backward" in done.stdout, done.stdout + done.stderr
     names = sorted(path.name.partition("-")[0] for path in (tmp_path / "penstock-profile-1").iterdir())
     assert names == ["host", "rank", "rank"] and "counters of a host were not read" not in done.stderr
+    assert "nothing was recorded" not in done.stderr and "ends early" not in done.stderr

@@ -116,8 +116,8 @@ def complaints(folder: Path, records: Sequence[Record]) -> list[str]:
     has_python, has_torch = (folder / ".profile-python").exists(), (folder / ".profile-torch").exists()
     for path in folder.glob(".profile-*"):
         path.unlink()
-    # Not those of hosts, which hold readings.
-    ranks = [record for record in records if not record.readings]
+    # Not those of hosts, which hold counters alone.
+    ranks = [record for record in records if not record.header.about.get("counters")]
     if not ranks:
         return [*said, _nothing(has_python, has_torch)]
     return [*said, *(text for record in ranks for text in _of_rank(record)), *_of_job(ranks)]
