@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.tools.bench import cli, figures
-from penstock.tools.bench.aggregated import cluster, times
+from penstock.tools.bench.aggregated import accuracy, cluster, times
 from penstock.tools.testbed.system import unavailable
 from penstock.tools.testbed.topology import Topology
 
@@ -107,6 +107,10 @@ def test_the_figure_holds_aggregators_against_the_ring() -> None:
         (["--faults", "2", "--training", "50"], "one at a time"),
         (["--faults", "2", "--report", "x.html"], "leave it out"),
         (["--training", "3"], "x>=20"),
+        (["--accuracy", "lstm", "--training", "50"], "one at a time"),
+        (["--accuracy", "lstm,gru"], "no model gru: there are lstm, vgg, resnet"),
+        (["--accuracy", "lstm,vgg"], "name their folder with --images"),
+        (["--accuracy", "vgg", "--images", "."], "train/CLASS/ and test/CLASS/"),
     ],
 )
 def test_wrong_options_say_what_is_wrong(options: list[str], message: str) -> None:
@@ -137,3 +141,39 @@ def test_the_figure_runs(tmp_path: Path) -> None:
     assert [row["way"] for row in told["runs"][0]["rows"]] == ["ring", "int32"]
     assert {finding["figure"] for finding in told["findings"]} == {"aggregated"}
     assert told["findings"][2]["value"] < 1.2
+
+
+def test_the_accuracy_lost_is_that_of_the_same_seed() -> None:
+    """Not the difference of means alone; and what gloo's own seeds differ by stands beside it."""
+    said = [
+        {"way": way, "seed": seed, "accuracy": right, "examples": 100}
+        for seed, rights in enumerate([(0.50, 0.49, 0.52), (0.60, 0.61, 0.56)])
+        for way, right in zip(accuracy.WAYS, rights, strict=True)
+    ]
+    outcome = accuracy.summarise([{"rank": 0}, *said], "vgg", 2, 10)
+    assert outcome.lost("int32") == pytest.approx([0.01, -0.01])
+    assert outcome.lost("int16") == pytest.approx([-0.02, 0.04])
+    assert outcome.noise == pytest.approx(0.0707, abs=1e-4)
+    assert outcome.lines()[0].endswith("the paper's loss of accuracy: 1.60%")
+
+
+@needs_namespaces
+@pytest.mark.usefixtures("forks")
+def test_models_learn_from_images_through_aggregators(tmp_path: Path) -> None:
+    """Black and white images, after a few steps, with gloo and with both formats; the ranks see that all went through."""
+    pytest.importorskip("PIL", reason="the extra report is missing")
+    from PIL import Image
+
+    for part, count in (("train", 24), ("test", 8)):
+        for shade in (0, 255):
+            folder = tmp_path / "images" / part / str(shade)
+            folder.mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (32, 32), (abs(shade - number),) * 3).save(folder / f"{number}.png")
+    path = tmp_path / "accuracy.json"
+    options = ["--accuracy", "vgg", "--images", str(tmp_path / "images"), "--steps", "12", "--seeds", "1"]
+    result = CliRunner().invoke(cli.command, ["aggregated", *options, "--workers", "2", "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    [outcome] = json.loads(path.read_text())["runs"]
+    assert outcome["examples"] == 16 and set(outcome["accuracies"]) == {"gloo", "int32", "int16"}
+    assert all(0.9 < right[0] <= 1 for right in outcome["accuracies"].values())

@@ -126,23 +126,11 @@ def test_words_and_arithmetic_use_nothing_of_a_system(root: pathlib.Path, crate:
         assert not re.search(r"\bstd::(env|fs|io|net|os|process|thread|time)\b", path.read_text()), path.name
 
 
-# Modules that still need each other.
-STILL_IN_CIRCLES = {
-    # A group holds its channels; how it opens and closes one stands beside the channel, in methods of the group.
-    "penstock-core": {("groups::group", "groups::channel")},
-    # A group holds its aggregation client, which starts operations of groups.
-    "penstock-engine": {("aggregated", "group")},
-}
-
-
 @pytest.mark.parametrize("crate", sorted(USES))
 def test_modules_of_a_crate_lean_one_way(root: pathlib.Path, crate: str) -> None:
     """No files or folders of a crate that stand side by side need each other, but for tests. What lib.rs itself defines all may
     use, and what the file of a folder defines all below."""
-    still = STILL_IN_CIRCLES.get(crate, set())
-    uses = _module_uses(root / "crates" / crate / "src")
-    assert still <= {(module, other) for module, others in uses.items() for other in others}, "a circle is gone: say so"
-    _no_circle({module: {other for other in others if (module, other) not in still} for module, others in uses.items()})
+    _no_circle(_module_uses(root / "crates" / crate / "src"))
 
 
 NESTED = {

@@ -64,12 +64,15 @@ def test_what_cannot_run_is_refused_first(
 
 
 def test_complaints_of_records(tmp_path: pathlib.Path) -> None:
-    """A rank whose file is missing, and too few samples, are told."""
+    """A rank whose file is missing, and too few samples, are told. Only the recorder's own marks are taken out of the folder."""
+    (tmp_path / ".profile-torch").touch()
+    (tmp_path / ".keep").touch()
     header = Header(0, 3, "here", 1, 0, 0)
     steps = [Step(number, number, number + 1) for number in range(9)]
     [missing, few] = run.complaints(tmp_path, [Record(header, steps, events=[Event(9, "end")])])
     assert "there is no record of rank 1, 2" in missing
     assert "only 0 steps were sampled" in few
+    assert [path.name for path in tmp_path.iterdir()] == [".keep"]
 
 
 def test_folders_are_numbered(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +88,7 @@ def test_a_script_and_its_record(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stderr
     for word in ("forward", "backward", "clip", "optimizer", "the records are in"):
         assert word in done.stdout, done.stdout
+    assert "nothing was recorded" not in done.stderr and "ends early" not in done.stderr
     outputs = {"--html": "report.html", "--perfetto": "trace.json", "--csv": "table.csv", "--json": "table.json"}
     again = profile(tmp_path, "--read", "penstock-profile-1", *(each for pair in outputs.items() for each in pair))
     assert again.returncode == 0, again.stderr
@@ -155,3 +159,4 @@ def test_the_command_of_the_page(tmp_path: pathlib.Path) -> None:
     assert "backward" in done.stdout, done.stdout + done.stderr
     names = sorted(path.name.partition("-")[0] for path in (tmp_path / "penstock-profile-1").iterdir())
     assert names == ["host", "rank", "rank"] and "counters of a host were not read" not in done.stderr
+    assert "nothing was recorded" not in done.stderr and "ends early" not in done.stderr

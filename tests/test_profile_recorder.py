@@ -285,6 +285,17 @@ def test_children_of_a_rank_are_no_ranks(profiled: Any) -> None:
     assert sorted(path.name for path in job.folder.glob("*.jsonl")) == ["rank-0.jsonl"]
 
 
+def test_ranks_that_the_script_starts(profiled: Any) -> None:
+    """Forks of a process that does not train are ranks, with the numbers by which they join; they end well."""
+    job = profiled("started")
+    assert job.code == 0
+    assert [(record.header.rank, record.header.world, len(record.steps)) for record in job.records] == [
+        (0, 2, STEPS),
+        (1, 2, STEPS),
+    ]
+    assert "ends early" not in job.complaints()
+
+
 def test_a_script_without_training_is_told(profiled: Any) -> None:
     """It imports torch and does nothing with it."""
     job = profiled("nothing")

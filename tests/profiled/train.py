@@ -334,6 +334,21 @@ def never_steps() -> None:
             model(torch.ones(8, 64))
 
 
+def started() -> None:
+    """Ranks that the script starts by itself, without a launcher's variables."""
+    torch.multiprocessing.start_processes(_started, nprocs=2, start_method="fork")
+
+
+def _started(rank: int) -> None:
+    store = dist.FileStore(str(pathlib.Path(os.environ["READINGS"]) / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        step(model, optimizer, torch.ones(8, 64))
+    dist.destroy_process_group()
+
+
 def children() -> None:
     """A rank's children that train, too."""
     model = nn.Linear(64, 64)

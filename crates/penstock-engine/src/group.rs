@@ -1,13 +1,12 @@
 //! A group, and its channels, as callers see them.
 
 use crate::aggregated::{Channels, Client, ClientSpec, ClientStats, Sockets};
+use crate::channel::Channel;
 use crate::handle::{Handle, check_fork};
 use crate::runtime::{Call, Command};
 use crate::ticket::Ticket;
-use penstock_core::groups::Open;
 use penstock_plan::Algorithm;
-use penstock_types::{ChannelId, Failure, FailureKind, GroupId, Priority, Scope};
-use std::sync::atomic::{AtomicU32, Ordering};
+use penstock_types::{Failure, FailureKind, GroupId, Priority};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -15,12 +14,7 @@ use std::time::Duration;
 /// [`Engine::join`] returns is the main channel, and stands for the group where something ends.
 #[derive(Clone, Debug)]
 pub struct Group {
-    scope: Scope,
-    /// With the group's.
-    name: Arc<str>,
-    handle: Arc<Handle>,
-    /// The number of the channel that this rank has opened last in the group.
-    opened: Arc<AtomicU32>,
+    channel: Channel,
     /// The client that takes the group's large all-reduces, if they go through aggregators and servers.
     client: Arc<OnceLock<Client>>,
 }
@@ -28,8 +22,7 @@ pub struct Group {
 impl Group {
     /// The main channel of a group that is being joined.
     pub(crate) fn new(id: GroupId, name: &str, handle: Arc<Handle>) -> Group {
-        let opened = Arc::new(AtomicU32::new(ChannelId::MAIN.0));
-        Group { scope: id.into(), name: name.into(), handle, opened, client: Arc::default() }
+        Channel::main(id, name, handle).into()
     }
 
     /// Opens another channel of the same group, whose collectives have an order of their own. All ranks open the channels of a
@@ -42,13 +35,8 @@ impl Group {
 
     /// [`Group::channel`]. A vigil fails as soon as any rank closes it or leaves, also if no operation runs there.
     pub(crate) fn open(&self, name: &str, is_vigil: bool, timeout: Duration) -> (Group, Ticket) {
-        let name: Arc<str> = format!("{}/{name}", self.name).into();
-        let channel = ChannelId(self.opened.fetch_add(1, Ordering::Relaxed) + 1);
-        let (scope, ticket) = (Scope { channel, ..self.scope }, Ticket::default());
-        let timeout = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
-        let open = Open { channel, name: name.clone(), is_vigil, timeout };
-        self.handle.command(Command::Open(scope.group, open, ticket.promise()), &ticket);
-        (Group { scope, name, client: Arc::default(), ..self.clone() }, ticket)
+        let (channel, ticket) = self.channel.open(name, is_vigil, timeout);
+        (channel.into(), ticket)
     }
 
     /// Starts an operation.
@@ -72,7 +60,8 @@ impl Group {
     pub(crate) unsafe fn start_as(&self, call: Call, ticket: Ticket) {
         match self.client.get().filter(|client| client.takes(&call)) {
             Some(client) => client.start(call, ticket),
-            None => self.handle.command(Command::Start(self.scope, call, ticket.promise()), &ticket),
+            // SAFETY: the caller's promise.
+            None => unsafe { self.channel.start_as(call, &ticket) },
         }
     }
 
@@ -87,12 +76,11 @@ impl Group {
     /// If the group is aggregated already.
     pub fn aggregate(&self, sockets: Sockets, spec: ClientSpec, timeout: Duration) -> Result<Ticket, Failure> {
         check_fork()?;
-        let (alarm, _) = self.open("alarm", true, timeout);
-        let (fallback, opened) = self.open("fallback", false, timeout);
-        let alone = Group { client: Arc::default(), ..self.clone() };
-        let channels = Channels { group: alone, alarm: alarm.clone(), fallback: fallback.clone() };
-        let client = Client::start_thread(channels, sockets, spec, self.handle.recorder().clone());
-        let client = client.inspect_err(|_| [alarm, fallback].iter().for_each(Group::leave))?;
+        let (alarm, _) = self.channel.open("alarm", true, timeout);
+        let (fallback, opened) = self.channel.open("fallback", false, timeout);
+        let channels = Channels { group: self.channel.clone(), alarm: alarm.clone(), fallback: fallback.clone() };
+        let client = Client::start_thread(channels, sockets, spec, self.channel.handle.recorder().clone());
+        let client = client.inspect_err(|_| [alarm, fallback].iter().for_each(|channel| channel.close(false)))?;
         assert!(self.client.set(client).is_ok(), "a group is aggregated once");
         Ok(opened)
     }
@@ -105,7 +93,7 @@ impl Group {
 
     /// Completes the ticket when the group or channel fails, with its failure, or is left.
     pub(crate) fn watch(&self, ticket: Ticket) {
-        self.handle.command(Command::Watch(self.scope, ticket.promise()), &ticket);
+        self.channel.watch(ticket);
     }
 
     /// The buffers of an operation that was started with [`Call::hold`] are ready.
@@ -113,7 +101,7 @@ impl Group {
         if let Some(client) = self.client.get() {
             client.release(ticket);
         }
-        self.handle.command(Command::Release(self.scope.group, ticket.clone()), ticket);
+        self.channel.handle.command(Command::Release(self.channel.scope.group, ticket.clone()), ticket);
     }
 
     /// Changes how urgent a running operation is, for what this rank sends; nothing happens if it has ended.
@@ -121,7 +109,7 @@ impl Group {
         if let Some(client) = self.client.get() {
             client.reprioritise(ticket, priority);
         }
-        self.handle.command(Command::Reprioritise(self.scope.group, ticket.clone(), priority), &Ticket::default());
+        self.channel.reprioritise(ticket, priority);
     }
 
     /// From the next operation on, all-reduces use this algorithm where it fits (`None`: the planner's choice), and this
@@ -132,7 +120,7 @@ impl Group {
         if let Some(client) = self.client.get() {
             client.retune(algorithm);
         }
-        self.handle.command(Command::Retune(self.scope, algorithm, streams), &Ticket::default());
+        self.channel.handle.command(Command::Retune(self.channel.scope, algorithm, streams), &Ticket::default());
     }
 
     /// The host of each rank, as found when the group was joined; blocks for one turn of the engine's loop.
@@ -140,7 +128,7 @@ impl Group {
     /// # Errors
     /// `Closed`: the engine has stopped.
     pub fn hosts(&self) -> Result<Vec<u32>, Failure> {
-        self.handle.ask(|reply| Command::Hosts(self.scope.group, reply))
+        self.channel.handle.ask(|reply| Command::Hosts(self.channel.scope.group, reply))
     }
 
     /// Checks whether these ranks of the group can still be reached, for callers that wait outside of the engine. It is an
@@ -150,8 +138,13 @@ impl Group {
     /// # Errors
     /// The group's failure; `PeerLost`; `Closed`: the group was left, or the engine has stopped.
     pub fn check(&self, whole: bool, farewells: bool, ranks: Vec<u32>) -> Result<(), Failure> {
-        let failure =
-            self.handle.ask(|reply| Command::Check { group: self.scope.group, whole, farewells, ranks, reply })?;
+        let failure = self.channel.handle.ask(|reply| Command::Check {
+            group: self.channel.scope.group,
+            whole,
+            farewells,
+            ranks,
+            reply,
+        })?;
         failure.map_or(Ok(()), Err)
     }
 
@@ -168,7 +161,7 @@ impl Group {
             }
             client.stop();
         }
-        self.handle.command(Command::Leave(self.scope, leaves_group), &Ticket::default());
+        self.channel.close(leaves_group);
     }
 
     /// Fails all operations of the group, or of the channel, on all ranks.
@@ -187,16 +180,22 @@ impl Group {
         if let Some(failure) = self.client.get().and_then(|client| client.expired(waited)) {
             return self.fail(failure);
         }
-        self.handle.command(Command::Expire(self.scope, waited.as_nanos() as u64), &Ticket::default());
+        self.channel.handle.command(Command::Expire(self.channel.scope, waited.as_nanos() as u64), &Ticket::default());
     }
 
     /// Fails the whole group on all ranks with this failure.
     pub(crate) fn fail(&self, failure: Failure) {
-        self.handle.command(Command::Abort(self.scope.group.into(), failure), &Ticket::default());
+        self.channel.fail(failure);
     }
 
     /// Fails the channel on all ranks with this failure, and with the main one the group.
     pub(crate) fn end(&self, failure: Failure) {
-        self.handle.command(Command::Abort(self.scope, failure), &Ticket::default());
+        self.channel.end(failure);
+    }
+}
+
+impl From<Channel> for Group {
+    fn from(channel: Channel) -> Group {
+        Group { channel, client: Arc::default() }
     }
 }

@@ -11,6 +11,7 @@
 
 mod aggregated;
 mod buffers;
+mod channel;
 pub mod endpoint;
 mod engine;
 mod group;

@@ -13,7 +13,7 @@ pub struct Timing {
     pub rto_first: u64,
     /// Lower bound of the time-out. Too low: blocks are sent twice whenever a worker is late.
     pub rto_min: u64,
-    /// Upper bound of the time-out and of its doubling. Longer round trips raise the bound, up to `stall_after`.
+    /// Upper bound of the time-out and of its doubling. Longer round trips raise the bound, up to `server_dead_after`.
     pub rto_max: u64,
     /// How often results are acknowledged while blocks are in flight.
     pub heartbeat_every: u64,
@@ -166,8 +166,9 @@ impl Worker {
     /// adapt.
     pub(super) fn measure(&mut self, sample: u64) {
         self.clock.backoff = 0;
-        // A longer time was a stall, and counts as the longest round trip that is believed.
-        let sample = sample.min(self.config.timing.stall_after);
+        // A longer time was a stall, and counts as the longest round trip that is believed. The queue of a slow link is deeper than a
+        // second's worth where six workers with 256 blocks each push into it.
+        let sample = sample.min(self.config.timing.server_dead_after);
         self.clock.round_trip = Some(smoothed(self.clock.round_trip, sample));
     }
 
@@ -178,11 +179,11 @@ impl Worker {
     }
 
     /// The upper bound of time-outs: above the usual one where round trips are longer, since everything would be sent twice
-    /// otherwise. But a path that stalls is given up earlier.
+    /// otherwise.
     pub(super) fn longest(&self) -> u64 {
-        let Timing { rto_max, stall_after, .. } = self.config.timing;
+        let Timing { rto_max, server_dead_after, .. } = self.config.timing;
         let round_trip = self.clock.round_trip.map_or(0, |(mean, variation)| 2 * mean + 4 * variation);
-        round_trip.min(stall_after).max(rto_max)
+        round_trip.min(server_dead_after).max(rto_max)
     }
 
     pub(super) fn timeout(&self) -> u64 {

@@ -9,6 +9,7 @@
 //! A call looks its group up once and goes on as a method of [`Group`], beside what all groups share.
 
 mod channel;
+mod channels;
 mod deadlines;
 mod departure;
 mod directory;

@@ -656,8 +656,8 @@ impl Drop for Driver {
             }
         }
         self.fail(failure);
-        self.channels.alarm.leave();
-        self.channels.fallback.leave();
+        self.channels.alarm.close(false);
+        self.channels.fallback.close(false);
     }
 }
 

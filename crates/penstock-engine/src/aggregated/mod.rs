@@ -10,9 +10,10 @@
 mod driver;
 mod shares;
 
+use crate::channel::Channel;
 use crate::recorder::Recorder;
 use crate::runtime::Call;
-use crate::{Group, Ticket, check_fork};
+use crate::{Ticket, check_fork};
 use driver::{Command, Driver};
 pub use penstock_aggregation::client::Wire;
 use penstock_net::datagrams::{Datagrams, SHORT_SEND_BUFFER};
@@ -80,12 +81,12 @@ pub struct ClientSpec {
 #[derive(Debug)]
 pub(crate) struct Channels {
     /// The one whose all-reduces the client takes, without the client.
-    pub(crate) group: Group,
+    pub(crate) group: Channel,
     /// A vigil: a rank that finds a server dead ends it with that reason, so that all ranks know at once, and it ends when a rank
     /// leaves.
-    pub(crate) alarm: Group,
+    pub(crate) alarm: Channel,
     /// Carries operations after a server has died.
-    pub(crate) fallback: Group,
+    pub(crate) fallback: Channel,
 }
 
 /// A node to which packets are sent.

@@ -78,7 +78,7 @@ def command(
             click.echo(f"penstock profile: {text}", err=True)
         if records:
             click.echo(f"the records are in {folder} (penstock profile --read {folder})")
-        elif not any(folder.iterdir()):
+        elif output is None and not any(folder.iterdir()):
             folder.rmdir()
         if applied and code == 0 and advice is not None:
             code = _apply(started, folder, advice)

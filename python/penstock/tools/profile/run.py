@@ -40,7 +40,7 @@ def fresh_folder(given: Path | None) -> Path:
         raise Config(f"{folder} holds a profile already: choose another folder with --output, or remove it")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
+        probe = folder / ".profile-writable"
         probe.touch()
         probe.unlink()
     except OSError as error:
@@ -104,7 +104,7 @@ def _await(child: subprocess.Popen[bytes]) -> int:
 def _await_counters(folder: Path) -> None:
     """The processes that read counters end with the ranks; what they write last is to be there."""
     until_s = time.monotonic() + 2
-    for path in folder.glob(".sampler-*"):
+    for path in folder.glob(".profile-sampler-*"):
         with contextlib.suppress(OSError, IndexError, ValueError):
             pid = int(path.read_text().split()[1])
             while _runs_here(pid) and time.monotonic() < until_s:
@@ -119,14 +119,15 @@ def _runs_here(pid: int) -> bool:
 
 def complaints(folder: Path, records: Sequence[Record]) -> list[str]:
     """What is missing, why that may be, and what to do. Takes away the marks that the recorder has left for this."""
-    said = [path.read_text() for path in sorted(folder.glob(".problem-*"))]
+    said = [path.read_text() for path in sorted(folder.glob(".profile-problem-*"))]
     said = [f"the recorder could not start in a process: {text}" for text in said]
-    counters = [path.read_text(errors="replace").strip() for path in sorted(folder.glob(".sampler-*.log"))]
+    counters = [path.read_text(errors="replace").strip() for path in sorted(folder.glob(".profile-sampler-*.log"))]
     said += [f"the counters of a host were not read: {text.splitlines()[-1]}" for text in counters if text]
-    has_python, has_torch = (folder / ".python").exists(), (folder / ".torch").exists()
-    for path in folder.glob(".*"):
+    has_python, has_torch = (folder / ".profile-python").exists(), (folder / ".profile-torch").exists()
+    for path in folder.glob(".profile-*"):
         path.unlink()
-    ranks = list(records)
+    # Not those of hosts, which hold counters alone.
+    ranks = [record for record in records if not record.header.about.get("counters")]
     if not ranks:
         return [*said, _nothing(has_python, has_torch)]
     return [*said, *(text for record in ranks for text in _of_rank(record)), *_of_job(ranks)]
@@ -153,7 +154,15 @@ def _of_rank(record: Record) -> list[str]:
     if "exception" in kinds:
         said.append(f"rank {rank} ended with an exception: {kinds['exception'].text}")
     elif "end" not in kinds:
-        said.append(f"the record of rank {rank} ends early: it was killed, or its disk was full. What is there counts")
+        said.append(
+            f"the record of rank {rank} ends early: it was killed, its disk was full, or it runs still "
+            "on another host. What is there counts"
+        )
+    dropped = sum(sample.dropped for sample in record.samples)
+    if dropped:
+        said.append(
+            f"rank {rank}: {dropped} operators of its samples are left out: a step had more than a sample keeps"
+        )
     said += [f"rank {rank}: {event.text}" for event in record.events if event.kind in ("profiler", "clock", "left out")]
     return said
 

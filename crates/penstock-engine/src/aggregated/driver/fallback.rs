@@ -103,7 +103,7 @@ impl Driver {
         let ticket = Ticket::default();
         // SAFETY: `bytes` is borrowed until the ticket completes. That is at the latest when the fallback channel fails, which
         // it does together with the client's own (`listen`).
-        unsafe { self.channels.fallback.start_as(plain(&all_reduce, Priority(0), None), ticket.clone()) };
+        unsafe { self.channels.fallback.start_as(plain(&all_reduce, Priority(0), None), &ticket) };
         ticket.wait(None).expect("without a time-out it waits for the end")
     }
 
@@ -128,7 +128,7 @@ impl Driver {
                 }
                 self.shared.stats().fallback_operations += 1;
                 // SAFETY: `keep` is what the tensor lives by.
-                unsafe { self.channels.fallback.start_as(plain(&all_reduce, priority, keep), ticket) };
+                unsafe { self.channels.fallback.start_as(plain(&all_reduce, priority, keep), &ticket) };
             }
             if self.stopped {
                 return;

@@ -1,14 +1,17 @@
-"""The command ``penstock bench aggregated``: times, or, with ``--faults`` and ``--training``, what kills leave."""
+"""The command ``penstock bench aggregated``: times, or, with ``--faults`` and ``--training``, what kills leave, or, with
+``--accuracy``, what integers cost."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 
+from penstock.extras import need
 from penstock.tools.bench import machine
-from penstock.tools.bench.aggregated import faults, times, training
+from penstock.tools.bench.aggregated import accuracy, faults, times, training
 from penstock.tools.bench.options import check_files, files, parse_ranks, parse_size
 from penstock.tools.bench.output import reporting_errors, result_console, say, write_json, write_report
 
@@ -54,6 +57,21 @@ differ by no more than what float32 can tell of a loss, which is no basis for a 
     help="Instead of times: train char-gpt for STEPS steps with losses and a kill, and compare the losses with gloo's.",
 )
 @click.option(
+    "--accuracy",
+    "models",
+    metavar="MODELS",
+    help=f"Instead of times: how accurate models become with gloo and through aggregators, of {','.join(accuracy.MODELS)}.",
+)
+@click.option(
+    "--images",
+    type=click.Path(exists=True, file_okay=False),
+    help="Of --accuracy, for vgg and resnet: a folder with train/CLASS/ and test/CLASS/ full of images.",
+)
+@click.option(
+    "--steps", "taken", type=click.IntRange(1), default=1000, show_default=True, help="Of --accuracy, a training."
+)
+@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="Trainings of --accuracy, a way.")
+@click.option(
     "--batch", type=click.IntRange(1), default=2, show_default=True, help="Sequences a rank and step of --training."
 )
 @click.option(
@@ -70,6 +88,10 @@ def command(
     window: int,
     runs: int | None,
     steps: int | None,
+    models: str | None,
+    images: str | None,
+    taken: int,
+    seeds: int,
     batch: int,
     seed: int,
     timeout: float,
@@ -88,10 +110,10 @@ def command(
     if unknown := [name for name in names if name not in known]:
         raise click.UsageError(f"no way {', '.join(unknown)}: there are {', '.join(known)}")
     shares = _parse_shares(losses)
-    if runs is not None and steps is not None:
-        raise click.UsageError("--faults or --training: one at a time")
-    if report_path and (runs is not None or steps is not None):
-        raise click.UsageError("--report draws times: leave it out with --faults and --training")
+    if sum(each is not None for each in (runs, steps, models)) > 1:
+        raise click.UsageError("--faults, --training or --accuracy: one at a time")
+    if report_path and (runs is not None or steps is not None or models is not None):
+        raise click.UsageError("--report draws times: leave it out with --faults, --training and --accuracy")
     common: dict[str, Any] = {"seed": seed, "rate_mbit": rate, "window": window, "timeout_s": timeout}
     if runs is not None:
         common |= {"runs": runs, "nbytes": parse_size(size)}
@@ -103,6 +125,11 @@ def command(
         outcomes = _with_kills(training.measure, parse_ranks(workers), shares, json_path, **common)
         if not all(one.is_within for one in outcomes):
             raise click.ClickException("a training through aggregators is further from gloo's than rounding explains")
+        return
+    if models is not None:
+        common |= {"steps": taken, "seeds": range(seed, seed + seeds), "images": _images(models, images)}
+        del common["seed"]
+        _accuracies(parse_ranks(workers), models.split(","), json_path, **common)
         return
     rows: list[times.Row] = []
     with reporting_errors():
@@ -140,6 +167,35 @@ def _with_kills(
                     result_console().print(line, highlight=False)
                 write_json(json_path, description, [outcome.to_dict() for outcome in outcomes])
     return outcomes
+
+
+def _images(models: str, folder: str | None) -> str | None:
+    """Where models find their images, once it is known that they do."""
+    names = models.split(",")
+    if unknown := [name for name in names if name not in accuracy.MODELS]:
+        raise click.UsageError(f"no model {', '.join(unknown)}: there are {', '.join(accuracy.MODELS)}")
+    if names == ["lstm"]:
+        return None
+    if folder is None:
+        raise click.UsageError("vgg and resnet learn from images: name their folder with --images")
+    need("bench aggregated --images", "matplotlib")  # which brings Pillow
+    classes = [[each.name for each in sorted(Path(folder, part).glob("*/"))] for part in ("train", "test")]
+    if not classes[0] or classes[0] != classes[1] or len(classes[0]) > 10:
+        raise click.UsageError(f"{folder} needs train/CLASS/ and test/CLASS/ for the same classes, 10 at most")
+    return str(Path(folder).absolute())
+
+
+def _accuracies(counts: Sequence[int], models: Sequence[str], json_path: str | None, **options: Any) -> None:
+    outcomes: list[accuracy.Outcome] = []
+    with reporting_errors():
+        description = machine.describe()
+        for count in counts:
+            for model in models:
+                say(f"{count} workers, {model} ...")
+                outcomes.append(accuracy.measure(workers=count, model=model, **options))
+                for line in outcomes[-1].lines():
+                    result_console().print(line, highlight=False)
+                write_json(json_path, description, [outcome.to_dict() for outcome in outcomes])
 
 
 def _parse_shares(text: str) -> list[float]:

@@ -29,6 +29,10 @@ _METHODS = (
 """Of ``ProcessGroup``, as far as this torch has them: what functions of torch.distributed call, whoever calls those."""
 
 
+_MOST = 100_000
+"""Calls that are kept of a step."""
+
+
 class Recording(Protocol):
     """As in `recording`, as far as a call needs it."""
 
@@ -75,12 +79,14 @@ class Calls:
         call.end_ns = time.monotonic_ns()
         call.is_batched = self.is_batching
         self.last = call
+        # A step that never ends must not fill the memory.
+        if len(self._works) >= _MOST:
+            self._works.clear()
         if work is not None:
             self._works[id(work)] = call
-        if call.operation == "recv":
-            call.purpose = ""
+        if call.operation == "recv" and len(self._receives) < _MOST:
             self._receives.append(call)
-        if self.log is not None:
+        if self.log is not None and len(self.log) < _MOST:
             self.log.append(call)
 
     def waited(self, work: Any) -> Call | None:
@@ -172,8 +178,7 @@ def _issuing(method: Any, name: str, active: Callable[[], Recording | None]) -> 
         known = calls.describe(group, operation, recording.phase, recording.marks.is_in("backward"))
         if calls.log is not None:
             known.bytes = _length(args, operation)
-            if name in ("send", "recv"):
-                known.peer = _peer(group, args, kwargs)
+            known.peer = _peer(group, args, kwargs) if name in ("send", "recv") else None
         work = None
         try:
             work = method(group, *args, **kwargs)

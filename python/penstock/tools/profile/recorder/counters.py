@@ -20,8 +20,8 @@ _PATIENCE_S = 5.0
 
 
 class Counters:
-    """Each rank leaves ``.pid-N-HOST`` in the folder. The one that makes ``.sampler-HOST`` starts the process, in the ranks'
-    network, when all of the host's are there."""
+    """Each rank leaves ``.profile-pid-N-HOST`` in the folder. The one that makes ``.profile-sampler-HOST`` starts the process, in
+    the ranks' network, when all of the host's are there."""
 
     def __init__(self, folder: Path, identity: Identity) -> None:
         self._folder = folder
@@ -30,7 +30,7 @@ class Counters:
         self._is_done = False
         self._process: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(OSError):
-            (folder / f".pid-{os.getpid()}-{identity.host}").touch()
+            (folder / f".profile-pid-{os.getpid()}-{identity.host}").touch()
 
     def look(self) -> None:
         """Start it if it is time. Called again and again, on the writer's thread."""
@@ -45,15 +45,15 @@ class Counters:
 
     def _pids(self) -> list[int]:
         found = []
-        for path in self._folder.glob(f".pid-*-{self._identity.host}"):
-            pid = path.name.split("-")[1]
+        for path in self._folder.glob(f".profile-pid-*-{self._identity.host}"):
+            pid = path.name.split("-")[2]
             if pid.isdigit() and os.path.exists(f"/proc/{pid}"):
                 found.append(int(pid))
         return sorted(found)
 
     def _is_first(self) -> bool:
         """Of the ranks of this host, in this life of the job: what ranks of another life started has ended with them."""
-        path = self._folder / f".sampler-{self._identity.host}"
+        path = self._folder / f".profile-sampler-{self._identity.host}"
         for _ in range(2):
             try:
                 with open(path, "x", encoding="utf-8") as file:
@@ -72,7 +72,7 @@ class Counters:
         out = make_room(self._folder / f"host-{self._identity.host}.jsonl")
         options = ["--pids", ",".join(map(str, pids)), "--out", str(out), "--period-ms", str(PERIOD_MS)]
         env = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_PROFILE")}
-        log = self._folder / f".sampler-{self._identity.host}.log"
+        log = self._folder / f".profile-sampler-{self._identity.host}.log"
         with open(log, "wb") as errors:
             # A session of its own: a Ctrl-C is for the script. It ends by itself with the ranks.
             self._process = subprocess.Popen(
@@ -83,5 +83,5 @@ class Counters:
                 env=env,
                 start_new_session=True,
             )
-        with open(self._folder / f".sampler-{self._identity.host}", "a", encoding="utf-8") as file:
+        with open(self._folder / f".profile-sampler-{self._identity.host}", "a", encoding="utf-8") as file:
             file.write(f" {self._process.pid}")

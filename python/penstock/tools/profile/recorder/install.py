@@ -162,8 +162,8 @@ def _patch_modules() -> None:
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The first, for Dynamo's sake: what follows is not to be compiled, nor guarded.
-        if _is_compiling() or state.inside:
+        # Most calls are of inner modules, and what is asked first of them counts. What follows is not for Dynamo.
+        if state.inside or _is_compiling():
             return original(self, *args, **kwargs)
         return _outermost(self, original, args, kwargs)
 
@@ -207,8 +207,11 @@ def _patch_backward() -> None:
             return original(*args, **kwargs)
         recording.calls.comes("backward")
         recording.phase = "backward"
-        with recording.span("backward"):
+        recording.marks.enter("backward", time.monotonic_ns())
+        try:
             return original(*args, **kwargs)
+        finally:
+            recording.marks.leave("backward", time.monotonic_ns())
 
     graph._engine_run_backward = run_backward
     torch.autograd._engine_run_backward = run_backward

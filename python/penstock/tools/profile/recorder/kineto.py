@@ -122,17 +122,16 @@ def sample(events: Iterable[Any], window: Window, clock: Callable[[int], int], t
     courses: list[tuple[str, int, int, int]] = []
     dropped = 0
     for event in events:
-        name = event.name()
-        course = _COURSE.match(name)
+        name, start_ns = event.name(), clock(event.start_ns())
+        course = _COURSE.match(name) if name[:1].islower() else None
         if course is not None:
-            start_ns = clock(event.start_ns())
             courses.append((canonical(course[1]), start_ns, start_ns + event.duration_ns(), _bytes(event)))
         elif name.startswith("c10d::"):
-            start_ns = clock(event.start_ns())
             launches.append(_Launch(canonical(name[6:]), start_ns, start_ns + event.duration_ns()))
+        elif start_ns < window.start_ns:
+            continue  # of the step before, which the profiler ran in, too
         elif event.is_async() or name.startswith(_WAITS):
             if name.startswith("_c10d_functional::"):
-                start_ns = clock(event.start_ns())
                 functional.append((start_ns, start_ns + event.duration_ns()))
         elif len(operators) >= MOST_EVENTS:
             dropped += 1
@@ -142,7 +141,6 @@ def sample(events: Iterable[Any], window: Window, clock: Callable[[int], int], t
                 of = event.start_thread_id()
                 if scope == _BACKWARD_SCOPE:
                     threads.add(of)  # with a device, autograd has threads of its own
-                start_ns = clock(event.start_ns())
                 operators.append((start_ns, start_ns + event.duration_ns(), of))
     busy = _merged(((start, end) for start, end, of in operators if of in threads), window)
     window = replace(window, calls=[*window.calls, *_hinted(window, functional)])

@@ -56,6 +56,7 @@ class Sampling:
         """Durations of the last steps without a profiler."""
         self._is_plain = False
         self._said: set[str] = set()
+        self._is_off = False
 
     @property
     def is_running(self) -> bool:
@@ -63,16 +64,23 @@ class Sampling:
 
     def wants(self, number: int) -> bool:
         """Whether there is something to do at the end of that step."""
-        return self.is_running or self._is_sample(number + _LEAD)
+        return not self._is_off and (self.is_running or self._is_sample(number + _LEAD))
 
     def step_ended(self, step: Step, calls: Calls) -> None:
-        """Start or stop what is due."""
+        """Start or stop what is due. Whatever is wrong with the profiler, or with us, the training goes on."""
         self.passed(step)
-        if not self.is_running:
-            if self._is_sample(step.number + _LEAD):
-                self._start(step.number + _LEAD, calls)
-        elif step.number >= self._target:
-            self._stop(step, calls)
+        try:
+            if not self.is_running:
+                if self._is_sample(step.number + _LEAD):
+                    self._start(step.number + _LEAD, calls)
+            elif step.number >= self._target:
+                self._stop(step, calls)
+        except Exception as error:
+            self.abandon(calls)
+            self._is_off = True
+            self._say(
+                "profiler", f"torch's profiler failed, so there are no more samples: {type(error).__name__}: {error}"
+            )
 
     def passed(self, step: Step) -> None:
         duration_ns = step.end_ns - step.start_ns
@@ -111,11 +119,7 @@ class Sampling:
         began_ns = time.monotonic_ns()
         own = profiler.profile(use_kineto=True, record_shapes=True)
         _own.add(own)
-        try:
-            own.__enter__()
-        except Exception as error:
-            self._say("profiler", f"torch's profiler does not start, so there are no samples: {error}")
-            return
+        own.__enter__()
         self._profile, self._target = own, target
         calls.start()
         self._began = [_mark() for _ in range(_MARKS)]
@@ -126,12 +130,8 @@ class Sampling:
         ended = [_mark() for _ in range(_MARKS)]
         own, self._profile = self._profile, None
         log, hints = calls.stop()
-        try:
-            own.__exit__(None, None, None)
-            events = own.kineto_results.events()
-        except Exception as error:
-            self._say("profiler", f"torch's profiler does not stop, so there are no samples: {error}")
-            return
+        own.__exit__(None, None, None)
+        events = own.kineto_results.events()
         times, thread = _times(events)
         clock = _clock(times, self._began, ended)
         if clock is None:

@@ -19,20 +19,20 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 def _mark(name: str, text: str = "") -> None:
     """A file in the folder of the profile, from which the command learns how far a script has come."""
     try:
-        with open(os.path.join(os.environ["PENSTOCK_PROFILE"], name), "w", encoding="utf-8") as file:
+        with open(os.path.join(os.environ["PENSTOCK_PROFILE"], f".profile-{name}"), "w", encoding="utf-8") as file:
             file.write(text)
     except OSError:
         pass
 
 
 def _start() -> None:
-    _mark(".torch")
+    _mark("torch")
     try:
         from penstock.tools.profile.recorder import install
 
         install.install(os.environ["PENSTOCK_PROFILE"])
     except Exception as error:  # whatever is wrong here, the script must run
-        _mark(f".problem-{os.getpid()}", f"{type(error).__name__}: {error}")
+        _mark(f"problem-{os.getpid()}", f"{type(error).__name__}: {error}")
 
 
 class _Torch:
@@ -65,7 +65,7 @@ def _chain() -> None:
 
 # A rank's children are no ranks: they have the mark that it leaves when it begins to record.
 if "PENSTOCK_PROFILE" in os.environ and "PENSTOCK_PROFILED" not in os.environ:
-    _mark(".python")
+    _mark("python")
     if "torch" in sys.modules:
         _start()
     else:
