@@ -68,7 +68,8 @@ def drawn(fault: str, seed: int) -> Plan:
         plan.streams, plan.flow, plan.expected, plan.hosts = 1, given.uniform(25, 60), ("flow cap",), (0, 1)
     elif fault == "small buckets":
         plan.layers, plan.width, plan.bucket_mb = given.choice([60, 80, 100]), 32, 0.001
-        plan.rate, plan.expected = 1000.0, ("small buckets",)
+        # A short pass, which hides little of them.
+        plan.rate, plan.batch, plan.steps, plan.expected = 1000.0, 32, 150, ("small buckets",)
     elif fault == "disk stall":
         plan.rank, plan.stall_ms, plan.expected = rank, given.uniform(40, 100), ("loader",)
     elif fault == "retransmissions":
