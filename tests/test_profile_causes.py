@@ -179,6 +179,26 @@ def test_ranks_of_one_host_have_no_link() -> None:
     assert "PENSTOCK_IO_THREADS" in causes.find(records, breakdown)[0].change
 
 
+@pytest.mark.parametrize("has_events", [True, False])
+def test_readings_may_stand_in_the_records_of_ranks(has_events: bool) -> None:
+    """As a reader of a folder gives them: the same causes, and without events at least the same kinds."""
+    for seed in range(16):
+        job, _ = planted_records.drawn(list(planted_records.FAULTS)[seed % 8], seed)
+        records, breakdown = planted_records.played(job)
+        expected = causes.find(records, breakdown)
+        ranks = [record for record in records if not record.is_of_host]
+        for host in records:
+            for rank in ranks:
+                if host.is_of_host and rank.header.host == host.header.host:
+                    rank.readings += host.readings
+                    rank.events += host.events if has_events else []
+        found = causes.find(ranks, breakdown)
+        if has_events:
+            assert found == expected, f"seed {seed}"
+        else:
+            assert [each.kind for each in found] == [each.kind for each in expected], f"seed {seed}"
+
+
 def test_counters_that_are_missing_or_odd_end_nothing() -> None:
     """Any subset of the values, one reading, no readings, no steps of a rank: there may be fewer causes, and never an error."""
     given = random.Random(5)
