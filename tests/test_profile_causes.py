@@ -214,6 +214,8 @@ def test_counters_that_are_missing_or_odd_end_nothing() -> None:
                 for name in list(reading.values):
                     if given.random() > kept:
                         del reading.values[name]
+                for name in ODD_NAMES if seed % 2 else ():
+                    reading.values[name] = given.choice([0.0, 1.0, -1e300, 1e300, given.random()])
             if given.random() < 0.2:
                 record.steps.clear()
             if given.random() < 0.2:
@@ -222,6 +224,34 @@ def test_counters_that_are_missing_or_odd_end_nothing() -> None:
             assert cause.cost_ns > 0
     assert measures.Measures([], Breakdown(())).links == []
 
+
+# What no sampler writes, but a file may hold.
+ODD_NAMES = [
+    *(
+        "pid.1000.thread.x.cpu_s",
+        "pid.1000.thread..queued_s",
+        "pid.1000.thread.1000.cpu_s",
+        "pid.1000.thread.1000.queued_s",
+    ),
+    *(
+        "pid..cpu_s",
+        "nic..tx_bytes",
+        "nic.tx_bytes",
+        "stream.tx_bytes",
+        "stream..tx_bytes",
+        "streams.tx_bytes",
+        "disk.busy_s",
+    ),
+    *(
+        "",
+        ".",
+        "nic.eth0.speed_bytes_per_s",
+        "nic.eth0.mtu_bytes",
+        "pressure.io_s",
+        "udp.tx_packets",
+        "stream.0.rtt_us",
+    ),
+]
 
 HAS_PROFILE = importlib.util.find_spec("penstock.tools.profile") is not None
 

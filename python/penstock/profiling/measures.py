@@ -149,8 +149,8 @@ class Measures:
 
             threads = [name for name in host.counters if name.startswith(f"{prefix}thread.")]
             for name in threads:
-                _, _, _, number, thread = name.removesuffix(".cpu_s").removesuffix(".queued_s").split(".", 4)
-                if int(number) == record.header.pid and name.endswith(".queued_s"):
+                number, _, thread = name.removeprefix(f"{prefix}thread.").partition(".")
+                if number == str(record.header.pid) and name.endswith(".queued_s"):
                     queued, ran = rate(name) * 1e9, rate(name.replace(".queued_s", ".cpu_s")) * 1e9
                 elif name.endswith(".cpu_s") and _COMMUNICATES.search(thread):
                     times = rate(name) * 1e9, rate(name.replace(".cpu_s", ".queued_s")) * 1e9
