@@ -1,8 +1,9 @@
 """Faults on purpose: small trainings on emulated hosts, each with one thing wrong, for `penstock profile` to find.
 
-    python -m penstock profile -o FOLDER -- python tests/planted_faults.py FAULT SEED
+    python -m penstock profile -o FOLDER -- python tests/planted_faults.py PLAN
 
-makes the hosts, starts what disturbs them, and runs the ranks. `profiled` does that and gives what was found.
+makes the hosts of a plan (JSON), starts what disturbs them, and runs the ranks. `profiled` does that and gives what was found.
+The ranks have a core each, as far as there are enough. A machine that is busy otherwise is a fault of its own.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ import time
 from collections.abc import Iterator
 
 from penstock.profiling.causes import Cause
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 @dataclasses.dataclass
@@ -68,7 +67,8 @@ def drawn(fault: str, seed: int) -> Plan:
         plan.streams, plan.flow, plan.expected, plan.hosts = 1, given.uniform(25, 60), ("flow cap",), (0, 1)
     elif fault == "small buckets":
         plan.layers, plan.width, plan.bucket_mb = given.choice([60, 80, 100]), 32, 0.001
-        plan.rate, plan.expected = 1000.0, ("small buckets",)
+        # A short pass, which hides little of them.
+        plan.rate, plan.batch, plan.steps, plan.expected = 1000.0, 32, 150, ("small buckets",)
     elif fault == "disk stall":
         plan.rank, plan.stall_ms, plan.expected = rank, given.uniform(40, 100), ("loader",)
     elif fault == "retransmissions":

@@ -293,7 +293,7 @@ class _Counters:
         )
         if self.ticks % 5 == 0:
             names += [name for name in self.totals if name.startswith("streams.")]
-        if self.ticks % (5 if self.ticks < 100 else 20) == 0:
+        if self.ticks % (10 if self.ticks < 100 else 20) == 0:
             names = list(self.totals)
         values = {name: self.totals[name] for name in names}
         for number in range(self.job.streams if len(names) == len(self.totals) else 0):

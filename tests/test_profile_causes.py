@@ -179,6 +179,26 @@ def test_ranks_of_one_host_have_no_link() -> None:
     assert "PENSTOCK_IO_THREADS" in causes.find(records, breakdown)[0].change
 
 
+@pytest.mark.parametrize("has_events", [True, False])
+def test_readings_may_stand_in_the_records_of_ranks(has_events: bool) -> None:
+    """As a reader of a folder gives them: the same causes, and without events at least the same kinds."""
+    for seed in range(16):
+        job, _ = planted_records.drawn(list(planted_records.FAULTS)[seed % 8], seed)
+        records, breakdown = planted_records.played(job)
+        expected = causes.find(records, breakdown)
+        ranks = [record for record in records if not record.is_of_host]
+        for host in records:
+            for rank in ranks:
+                if host.is_of_host and rank.header.host == host.header.host:
+                    rank.readings += host.readings
+                    rank.events += host.events if has_events else []
+        found = causes.find(ranks, breakdown)
+        if has_events:
+            assert found == expected, f"seed {seed}"
+        else:
+            assert [each.kind for each in found] == [each.kind for each in expected], f"seed {seed}"
+
+
 def test_counters_that_are_missing_or_odd_end_nothing() -> None:
     """Any subset of the values, one reading, no readings, no steps of a rank: there may be fewer causes, and never an error."""
     given = random.Random(5)
@@ -194,6 +214,8 @@ def test_counters_that_are_missing_or_odd_end_nothing() -> None:
                 for name in list(reading.values):
                     if given.random() > kept:
                         del reading.values[name]
+                for name in ODD_NAMES if seed % 2 else ():
+                    reading.values[name] = given.choice([0.0, 1.0, -1e300, 1e300, given.random()])
             if given.random() < 0.2:
                 record.steps.clear()
             if given.random() < 0.2:
@@ -202,6 +224,34 @@ def test_counters_that_are_missing_or_odd_end_nothing() -> None:
             assert cause.cost_ns > 0
     assert measures.Measures([], Breakdown(())).links == []
 
+
+# What no sampler writes, but a file may hold.
+ODD_NAMES = [
+    *(
+        "pid.1000.thread.x.cpu_s",
+        "pid.1000.thread..queued_s",
+        "pid.1000.thread.1000.cpu_s",
+        "pid.1000.thread.1000.queued_s",
+    ),
+    *(
+        "pid..cpu_s",
+        "nic..tx_bytes",
+        "nic.tx_bytes",
+        "stream.tx_bytes",
+        "stream..tx_bytes",
+        "streams.tx_bytes",
+        "disk.busy_s",
+    ),
+    *(
+        "",
+        ".",
+        "nic.eth0.speed_bytes_per_s",
+        "nic.eth0.mtu_bytes",
+        "pressure.io_s",
+        "udp.tx_packets",
+        "stream.0.rtt_us",
+    ),
+]
 
 HAS_PROFILE = importlib.util.find_spec("penstock.tools.profile") is not None
 

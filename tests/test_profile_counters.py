@@ -139,12 +139,20 @@ def test_a_file_that_grows_is_read_less_often(tmp_path: pathlib.Path, monkeypatc
         now_ns += sampled.period_ns
         sampled.tick(now_ns)
         assert now_ns < 1e12
+    monkeypatch.setattr(sampler, "GROWTH_BYTES", 1 << 30)
+    end_ns = now_ns + 60_000_000_000
+    while now_ns < end_ns:
+        now_ns += sampled.period_ns
+        sampled.tick(now_ns)
     found = record.read(tmp_path / "host.jsonl")
     assert [event.text.split(":")[0] for event in found.events if event.kind == "period"] == [
         "from here on every 200 ms",
         "from here on every 400 ms",
         "from here on every 800 ms",
     ]
+    # What is read less often than each period comes less often, too.
+    slow = [each.time_ns for each in found.readings if "cpu.busy_s" in each.values]
+    assert slow[-1] - slow[-2] >= 7 * sampler.SLOW_NS
 
 
 def test_pids_that_are_nobodys(tmp_path: pathlib.Path) -> None:
@@ -366,7 +374,14 @@ def until(holds: Callable[[], bool], what: str, deadline_s: float = 30) -> None:
 
 
 def seen(path: pathlib.Path, name: str) -> list[float]:
-    return [each.values[name] for each in record.read(path).readings if name in each.values] if path.exists() else []
+    return [each.values[name] for each in read(path).readings if name in each.values]
+
+
+def read(path: pathlib.Path) -> record.Record:
+    """What is there so far; nothing before the first line is whole."""
+    if not path.exists() or "\n" not in path.read_text():
+        return record.Record(record.Header(0, 1, "", 0, 0, 0))
+    return record.read(path)
 
 
 def highest(path: pathlib.Path, name: str, default: float = 0.0) -> float:
@@ -379,7 +394,7 @@ def grown(path: pathlib.Path, name: str) -> float:
 
 
 def events(path: pathlib.Path, kind: str) -> Sequence[record.Event]:
-    return [event for event in record.read(path).events if event.kind == kind]
+    return [event for event in read(path).events if event.kind == kind]
 
 
 def moved(sender: socket.socket, receiver: socket.socket, length: int) -> None:

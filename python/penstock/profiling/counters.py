@@ -214,13 +214,17 @@ class Processes:
         return list(self._ranks)
 
     def read(self, values: Values) -> None:
-        """Processor time of each rank's process, all threads that are and were."""
-        for pid, process in self._ranks.items():
-            if (cpu_s := process.cpu_s()) is not None:
+        """Processor time of each rank's process, all threads that are and were; forgets those that are gone."""
+        for pid, process in list(self._ranks.items()):
+            cpu_s = process.cpu_s()
+            if cpu_s is None:
+                process.close()
+                del self._ranks[pid]
+            else:
                 values[f"pid.{pid}.cpu_s"] = round(cpu_s, 5)
 
     def details(self, values: Values) -> None:
-        """What changes slowly, or costs more; forgets processes that have ended."""
+        """What changes slowly, or costs more; forgets processes that have ended, also those whose parents have not noticed."""
         for pid, process in list(self._ranks.items()):
             if process.has_ended():
                 process.close()

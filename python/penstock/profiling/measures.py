@@ -149,8 +149,8 @@ class Measures:
 
             threads = [name for name in host.counters if name.startswith(f"{prefix}thread.")]
             for name in threads:
-                _, _, _, number, thread = name.removesuffix(".cpu_s").removesuffix(".queued_s").split(".", 4)
-                if int(number) == record.header.pid and name.endswith(".queued_s"):
+                number, _, thread = name.removeprefix(f"{prefix}thread.").partition(".")
+                if number == str(record.header.pid) and name.endswith(".queued_s"):
                     queued, ran = rate(name) * 1e9, rate(name.replace(".queued_s", ".cpu_s")) * 1e9
                 elif name.endswith(".cpu_s") and _COMMUNICATES.search(thread):
                     times = rate(name) * 1e9, rate(name.replace(".cpu_s", ".queued_s")) * 1e9
@@ -222,7 +222,7 @@ class Measures:
     def _streams(self, host: Host, interface: str, window: Interval) -> list[Stream]:
         found = []
         for number, place, there in _described(host):
-            if place != interface or f"stream.{number}.tx_bytes" not in host.counters:
+            if place not in (interface, "") or f"stream.{number}.tx_bytes" not in host.counters:
                 continue
             sent, busy, late, short = (
                 self._rate(host, f"stream.{number}.{name}", window)
@@ -298,11 +298,17 @@ def _covered(host: Host, names: Sequence[str], window: Interval) -> Interval:
 
 
 def _described(host: Host) -> Iterable[tuple[str, str, str]]:
-    """Of each stream of a host: its number, interface, and the place at its other end."""
+    """Of each stream of a host: its number, interface, and the place at its other end; these are empty where nothing tells."""
+    is_told = False
     for event in host.record.events:
         fields = event.text.split()
         if event.kind == "stream" and len(fields) == 5:
+            is_told = True
             yield fields[0], fields[2], fields[4]
+    if not is_told:
+        for name in host.counters:
+            if name.startswith("stream.") and name.endswith(".tx_bytes"):
+                yield name.split(".")[1], "", ""
 
 
 def _places(found: Iterable[Host]) -> dict[str, str]:

@@ -27,7 +27,7 @@ class Sampler:
 
     def __init__(self, pids: Sequence[int], path: Path, period_ns: int, *, host: str | None = None) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self.period_ns = period_ns
+        self.period_ns = self._first_period_ns = period_ns
         self._interfaces = Interfaces()
         self._processes = Processes(pids)
         self._streams = Streams()
@@ -41,6 +41,10 @@ class Sampler:
         self._discovery_ns = FIRST_DISCOVERY_NS
         named = path.stem.removeprefix("host-") if path.name.startswith("host-") else socket.gethostname()
         self._write(line(_header(pids, host or named)))
+
+    @property
+    def _slower(self) -> int:
+        return self.period_ns // self._first_period_ns
 
     @property
     def is_needed(self) -> bool:
@@ -59,11 +63,12 @@ class Sampler:
         self._interfaces.read(values)
         self._processes.read(values)
         # A reading of many streams comes as much later as it costs more.
-        streams_ns = max(STREAMS_NS, self._streams.count // 16 * self.period_ns)
+        streams_ns = max(self._slower * STREAMS_NS, self._streams.count // 16 * self.period_ns)
         if self._is_due("streams", now_ns, streams_ns) and not self._streams.read(values):
             self._hurry(now_ns)
         # A short run has few readings; so there are more of them at first.
-        slow_ns = max(STREAMS_NS if now_ns < self._start_ns + EARLY_NS else SLOW_NS, self.period_ns)
+        slow_ns = SLOW_NS if now_ns >= self._start_ns + EARLY_NS else SLOW_NS // 2
+        slow_ns = self._slower * max(slow_ns, self._first_period_ns)
         if self._is_due("slow", now_ns, slow_ns):
             self._processes.details(values)
             self._system.read(values)

@@ -141,8 +141,12 @@ def series(records: Iterable[Record], breakdown: Breakdown) -> list[Series]:
 
 
 def hosts(records: Iterable[Record]) -> list[Host]:
-    """Those of the records that are the sampler's."""
-    return [Host(record) for record in records if record.is_of_host]
+    """One for each host with readings: the sampler's record, or that of a rank which was given the host's readings."""
+    found: dict[str, Record] = {}
+    for record in records:
+        if record.readings and (record.is_of_host or record.header.host not in found):
+            found[record.header.host] = record
+    return [Host(record) for record in found.values()]
 
 
 @dataclass(frozen=True)
