@@ -110,6 +110,8 @@ def _ours(paths: Sequence[Path]) -> list[Record]:
         its = [each for each in ranks if each.header.host == host.header.host]
         for each in its:
             each.readings = sorted([*each.readings, *host.readings], key=lambda reading: reading.time_ns)
+            streams = [event for event in host.events if event.kind == "stream"]
+            each.events = sorted([*each.events, *streams], key=lambda event: event.time_ns)
         (its or ranks)[0].problems += host.problems
         if not its:
             ranks[0].problems.append(f"the counters of host {host.header.host} belong to no rank that is there")
