@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,7 +95,7 @@ def test_what_runs() -> None:
     assert "testbed run --quiet --hosts 2 --rate 100 -- " in command and "--backend penstock" in command
     here = replace(CELL, link_mbit=0.0, transport="gloo")
     command = " ".join(running.command_of(here, 30, 5))
-    assert "torch.distributed.run --nproc-per-node 2" in command and "--backend gloo" in command
+    assert "torch.distributed.run --standalone --nproc-per-node 2" in command and "--backend gloo" in command
     environment = running.environment_of(CELL, {"PENSTOCK_STREAMS": "9", "PENSTOCK_TUNE": "1", "HOME": "/"})
     assert environment == {"HOME": "/", "OMP_NUM_THREADS": "1", "PENSTOCK_SHM": "0", "PENSTOCK_STREAMS": "4"}
     assert "PENSTOCK_STREAMS" not in running.environment_of(replace(CELL, transport="tcp"), {})
@@ -223,6 +225,33 @@ def test_tables_and_a_comparison(tmp_path: Path) -> None:
     shown = CliRunner().invoke(cli.command, ["--show", str(tmp_path / "a"), "--html", str(tmp_path / "page.html")])
     assert shown.exit_code == 0 and "101.0 ± 2.5" in shown.output
     assert "Communication takes 40% of a step" in (tmp_path / "page.html").read_text()
+
+
+def test_a_matrix_runs_and_goes_on(tmp_path: Path) -> None:
+    """For real, data parallel and in a pipeline; a second command makes only what is missing."""
+    path = written(
+        tmp_path,
+        """
+        models: gpt2-tiny
+        steps: 14
+        repeats: 1
+        runs:
+          - {batches: 4, transports: tcp}
+          - {batches: 4, micro_batch: 1, parallel: pipeline, transports: gloo}
+        """,
+    )
+    command = [sys.executable, "-m", "penstock", "characterize", str(path), "--html", str(tmp_path / "page.html")]
+    first = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert first.returncode == 0, first.stdout + first.stderr
+    data, pipeline = sorted(results.read(tmp_path / "matrix.runs"), key=lambda one: one.cell.parallel)
+    assert data.work["forward"] > 0 and data.work["backward"] > 0 and data.communication_ms > 0
+    assert set(data.exposed) <= {"data-parallel sync", "other"}
+    assert {"pipeline forward recv", "pipeline backward recv", "embedding sync"} <= set(pipeline.exposed)
+    assert "Communication takes" in (tmp_path / "page.html").read_text()
+    kept = next((tmp_path / "matrix.runs").glob("*.json"))
+    kept.unlink()
+    again = subprocess.run(command[:-2], capture_output=True, text=True, check=False)
+    assert again.returncode == 0 and "1 of 2 runs are in" in again.stderr and kept.is_file(), again.stderr
 
 
 @pytest.mark.parametrize(

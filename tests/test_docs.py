@@ -130,6 +130,11 @@ RUN_SMALL = {
 }
 # The other commands of the guide, beside the tests that run them, perhaps with fewer bytes, steps or ranks.
 RUN_BY = {
+    "test_characterize.py::test_a_matrix_runs_and_goes_on": ["penstock characterize matrix.yaml --html report.html"],
+    "test_characterize.py::test_tables_and_a_comparison": [
+        "penstock characterize --show matrix.runs",
+        "penstock characterize --compare before.runs matrix.runs",
+    ],
     "test_bench.py::test_losses_are_compared": [
         "penstock bench training char-gpt --ways hook,hook-float16 --ranks 2 --hosts 1 --losses 200",
     ],
@@ -458,6 +463,9 @@ def give_files(root: pathlib.Path, folder: pathlib.Path, monkeypatch: pytest.Mon
     (folder / "tuned.json").touch()
     (folder / "records").mkdir()
     (folder / "penstock-profile-1").mkdir()
+    (folder / "matrix.yaml").touch()
+    (folder / "matrix.runs").mkdir()
+    (folder / "before.runs").mkdir()
     os.symlink(root / "examples", folder / "examples")
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))

@@ -665,8 +665,8 @@ def test_unknown_verb_suggests_one() -> None:
     assert near.exit_code == far.exit_code == 2
     assert "Did you mean 'demo'?" in near.output
     assert (
-        "aggregator, bench, convert, demo, doctor, flight, info, plan, profile, run, server, simulate, testbed, tune"
-        in far.output
+        "aggregator, bench, characterize, convert, demo, doctor, flight, info, plan, profile, run, server, simulate, "
+        "testbed, tune" in far.output
     )
 
 

@@ -282,7 +282,7 @@ def test_children_of_a_rank_are_no_ranks(profiled: Any) -> None:
     assert job.code == 0
     [record] = job.records
     assert len(record.steps) == 1
-    assert sorted(path.name for path in job.folder.glob("*.jsonl")) == ["rank-0.jsonl"]
+    assert sorted(path.name for path in job.folder.glob("rank-*.jsonl")) == ["rank-0.jsonl"]
 
 
 def test_ranks_that_the_script_starts(profiled: Any) -> None:

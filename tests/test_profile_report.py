@@ -12,7 +12,10 @@ import xml.etree.ElementTree
 import pytest
 
 import profiled
+from penstock.profiling.advice import Advice
 from penstock.profiling.breakdown import PHASES, PURPOSES, Breakdown, Moving, Share
+from penstock.profiling.causes import Cause
+from penstock.profiling.predict import Prediction
 from penstock.profiling.readers import load
 from penstock.profiling.record import Operation, Readings, Record, Wait
 from penstock.reports import Axis, Bars, Lines, Picture, Row, Stretch, Table, Timeline, render, timeline
@@ -192,8 +195,14 @@ def test_the_next_step_follows_from_the_largest_part(breakdown: Breakdown, want:
     """Unless the verb gives a better one."""
     following = report.page(breakdown, []).next
     assert want in following.text + following.command
-    mine = report.Next("Mine.")
-    assert report.page(breakdown, [], mine).next is mine
+    better = Prediction("a change", "PENSTOCK_STREAMS=4", 2e6, 1e6, 0.1, "numbers")
+    link = Cause("link", "wire", "the link is full", "twice the link", 8e5, 5e5)
+    first = report.page(breakdown, [], Advice((), (better,))).next
+    assert first.command == "PENSTOCK_STREAMS=4" and first.text.startswith(
+        "With a change a step should take 1 ms instead of 2"
+    )
+    assert report.page(breakdown, [], Advice((link,), ())).next.command == "twice the link"
+    assert report.page(breakdown, [], Advice((link,), (better,))).next == first
 
 
 def test_a_page_of_nothing_says_why() -> None:

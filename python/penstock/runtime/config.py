@@ -235,7 +235,13 @@ def _level(text: str) -> str:
     return text
 
 
-MARKS = ("PENSTOCK_PROFILE", "PENSTOCK_PROFILED", "PENSTOCK_TESTBED", "PENSTOCK_TESTBED_RUN")
+MARKS = (
+    "PENSTOCK_PROFILE",
+    "PENSTOCK_PROFILED",
+    "PENSTOCK_PROFILE_CHANGE",
+    "PENSTOCK_TESTBED",
+    "PENSTOCK_TESTBED_RUN",
+)
 """Variables that are no settings: by them the testbed finds processes that it has started (`penstock.tools.testbed.keeper`), and
 `penstock profile` the ranks of a script (`penstock.tools.profile.recorder`)."""
 

@@ -29,7 +29,7 @@ def command_of(cell: Cell, steps: int, seed: int, *, memory: int = 0) -> list[st
     train += ["--steps", str(steps), "--seed", str(seed), "--memory", str(memory)]
     train += ["--backend", "gloo" if cell.transport == "gloo" else "penstock"]
     if not cell.link_mbit:
-        ranks = ["--nproc-per-node", str(cell.ranks), "--master-port", "0"]
+        ranks = ["--standalone", "--nproc-per-node", str(cell.ranks)]
         return [sys.executable, "-m", "torch.distributed.run", *ranks, *train]
     bed = [sys.executable, "-m", "penstock", "testbed", "run", "--quiet", "--hosts", str(cell.ranks)]
     bed += ["--rate", f"{cell.link_mbit:g}"]

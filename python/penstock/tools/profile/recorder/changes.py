@@ -36,8 +36,6 @@ def _change_backend(backend: str) -> None:
 
         @functools.wraps(original)
         def changed(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
-            if backend == "penstock":
-                import penstock  # noqa: F401 -- registers itself
             if name == "init_process_group" and args and args[0] == "gloo":
                 args = (backend, *args[1:])
             elif kwargs.get("backend") == "gloo":
