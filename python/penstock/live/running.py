@@ -270,11 +270,11 @@ class Front:
         self.server.start()
         port = self.server.port
         url = _url({"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host), port, token)
-        print(f"penstock: live view: {url} (or in a terminal of this host: penstock top)", file=sys.stderr, flush=True)
         try:
             self._entry = entry(_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port, token), what)
         except OSError as error:
             log.warning("`penstock top` finds this job only by its URL: %s", error)
+        print(f"penstock: live view: {url} (or in a terminal of this host: penstock top)", file=sys.stderr, flush=True)
 
     def expect(self, ranks: Iterable[int], generation: int, *, anew: bool) -> None:
         with self._lock:
