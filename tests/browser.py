@@ -61,15 +61,15 @@ class Browser:
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self._call("Page.enable")
 
-    def open(self, path: pathlib.Path, width: int, height: int, scheme: str) -> None:
-        """Show a file in a window of so many CSS pixels, ``light`` or ``dark``; returns when it has been drawn."""
+    def open(self, path: pathlib.Path | str, width: int, height: int, scheme: str) -> None:
+        """Show a file or a URL in a window of so many CSS pixels, ``light`` or ``dark``; returns when it has been drawn."""
         self._call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self._call("Page.navigate", url=path.resolve().as_uri())
+        self._call("Page.navigate", url=path if isinstance(path, str) else path.resolve().as_uri())
         self.evaluate(
-            "new Promise(done => { const wait = () => document.readyState === 'complete' && location.protocol === 'file:'"
+            "new Promise(done => { const wait = () => document.readyState === 'complete' && location.protocol !== 'about:'"
             " ? requestAnimationFrame(() => requestAnimationFrame(() => done(true))) : setTimeout(wait, 5); wait(); })"
         )
 

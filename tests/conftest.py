@@ -124,6 +124,7 @@ _SLOW = {
     "test_frameworks",
     "test_horovod",
     "test_links",
+    "test_live",
     "test_p4_live",
     "test_planning_networks",
     "test_planning_watch",

@@ -193,6 +193,11 @@ RUN_BY = {
         "torchrun --standalone --nproc-per-node=2 examples/horovod_train.py",
     ],
     "test_jax.py::test_two_ranks_and_a_death": ["torchrun --nproc-per-node=2 examples/jax_classifier.py"],
+    "test_live.py::test_the_commands_of_the_guide": [
+        "PENSTOCK_LIVE=0 torchrun --nproc-per-node 2 train.py",
+        "penstock top --once",
+    ],
+    "test_live.py::test_rank_0_is_killed": ["penstock top"],
     "test_p4.py::test_compiled_program": [
         "p4c-bm2-ss -DBLOCK_WORDS=64 -o penstock.json --p4runtime-files penstock.p4info.txt p4/penstock.p4",
     ],
@@ -362,7 +367,7 @@ def test_the_page_has_every_public_name(root: pathlib.Path) -> None:
     """docs/reference/api.md names what users import, module by module, and every error."""
     page = (root / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
     named = dict(re.findall(r"^\| `(penstock[\w.]*)` \| (.*) \|$", page, re.MULTILINE))
-    assert len(named) == 7
+    assert len(named) == 8
     for module, row in [*named.items(), ("penstock.errors", page)]:
         public = {name for name in importlib.import_module(module).__all__ if name != "__version__"} - {"command"}
         assert public <= set(re.findall(r"`([\w.]+)`", row.replace("penstock.errors.", ""))), module

@@ -452,15 +452,16 @@ def test_every_variable_is_a_setting(root: pathlib.Path) -> None:
 FOR_ALL = {"_core", "errors", "extras", "renamed"}
 PYTHON_MAY_USE = {
     "cluster": set(),
-    "runtime": {"cluster"},
+    "runtime": {"cluster", "live"},
     "planning": {"cluster"},
     "profiling": set(),
     "reports": set(),
+    "live": {"reports"},
     "torch": {"runtime"},
     "training": {"runtime", "torch"},
     "fronts": {"runtime", "torch", "training"},
     "workloads": {"torch"},
-    "tools": {"cluster", "planning", "profiling", "runtime", "reports", "torch", "training", "workloads"},
+    "tools": {"cluster", "live", "planning", "profiling", "runtime", "reports", "torch", "training", "workloads"},
 }
 # What is no room: the command line, and the module that users import from the room `torch`, which names what is in `training`.
 BESIDE_ROOMS = {"cli": {"tools"}, "torch/__init__": {"runtime", "training"}}
@@ -665,8 +666,8 @@ def test_unknown_verb_suggests_one() -> None:
     assert near.exit_code == far.exit_code == 2
     assert "Did you mean 'demo'?" in near.output
     assert (
-        "aggregator, bench, characterize, convert, demo, doctor, flight, info, plan, profile, run, server, simulate, "
-        "testbed, tune" in far.output
+        "aggregator, bench, characterize, convert, demo, doctor, flight, info, plan, profile, run, server, simulate, testbed, "
+        "top, tune" in far.output
     )
 
 

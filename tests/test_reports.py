@@ -643,7 +643,7 @@ MEASURE = r"""
     const may_scroll = svg || element.closest('.scroll, pre');
     if (!may_scroll && (box.right > innerWidth || box.left < 0)) cut.push(node.data.trim().slice(0, 60));
   }
-  const bottom = selector => document.querySelector(selector).getBoundingClientRect().bottom;
+  const bottom = selector => document.querySelector(selector)?.getBoundingClientRect().bottom ?? null;
   const first = drawings[0].getBoundingClientRect();
   return {
     scheme: matchMedia('(prefers-color-scheme: dark)').matches ? 'dark' : 'light', inner: innerWidth,

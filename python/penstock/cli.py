@@ -58,6 +58,7 @@ VERBS = {
     "server": "Commit sums and return them: the end of in-network aggregation.",
     "simulate": "Run the shipped protocol in virtual time, with seeded faults.",
     "testbed": "Emulate a cluster on this machine: hosts, link rates, loss, delay.",
+    "top": "Show a running job: steps, links, streams, stragglers.",
     "tune": "Explain what the tuner tried, chose and remembers.",
 }
 

@@ -7,6 +7,7 @@ values and where they come from.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -65,6 +66,9 @@ class Settings:
     flight_recorder: str
     elastic_store: str
     elastic_job: str
+    live: tuple[str, int] | None
+    live_token: str
+    live_tensorboard: str
     log: str
 
     def job_secret(self) -> bytes | None:
@@ -229,6 +233,22 @@ def _bytes(text: str) -> int:
     return int(text)
 
 
+def _live(text: str) -> tuple[str, int] | None:
+    if not text:
+        return None
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535) or (colon and not host):
+        raise ValueError("must be PORT or ADDR:PORT, with a port up to 65535")
+    return host or "127.0.0.1", int(port)
+
+
+def _live_token(text: str) -> str:
+    if text and not re.fullmatch(r"[A-Za-z0-9_.~-]{16,128}", text):
+        raise ValueError("must have 16 to 128 letters, digits, or any of _ . ~ -")
+    return text
+
+
 def _level(text: str) -> str:
     if text not in ("error", "warn", "info", "debug"):
         raise ValueError("must be error, warn, info or debug")
@@ -378,6 +398,26 @@ SETTINGS = (
         "default",
         lambda text: text or "default",
         "the elastic job's name, which tells jobs on one store apart; the same on all its workers.",
+    ),
+    Setting(
+        "PENSTOCK_LIVE",
+        "",
+        _live,
+        "rank 0 serves a page, `penstock top` and metrics of the running job (docs/guide/live.md) at PORT of its loopback "
+        "address, or at ADDR:PORT, where others can reach it; rank 0's value counts. 0 lets the kernel choose the port. Costs "
+        "less than 0.5 % of a core on each rank. Empty: nothing runs.",
+    ),
+    Setting(
+        "PENSTOCK_LIVE_TOKEN",
+        "",
+        _live_token,
+        "the token that whoever looks at the live view must have, so that its URL stays the same; rank 0. Empty: a random one.",
+    ),
+    Setting(
+        "PENSTOCK_LIVE_TENSORBOARD",
+        "",
+        str,
+        "a folder where rank 0 writes the live view's numbers for TensorBoard, also without PENSTOCK_LIVE. Empty: none.",
     ),
     Setting("PENSTOCK_LOG", "warn", _level, "what is printed on standard error: error, warn, info or debug."),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import secrets
@@ -25,7 +26,7 @@ from penstock.errors import Config as ConfigError
 from penstock.errors import PenstockError, Refused
 from penstock.errors import Timeout as TimeoutError_
 from penstock.runtime import config, process
-from penstock.runtime.store import Keys, StoreError, is_served_here, keep_alive
+from penstock.runtime.store import Keys, StoreError, base, is_served_here, keep_alive
 
 __all__ = ["Membership", "Opening", "join"]
 
@@ -215,7 +216,52 @@ def join(
         except BaseException:
             membership.leave()
             raise
+    if agreed["live"] is not None:
+        _join_live(agreed["live"], membership, max(_STORE_SILENT_S, settings.peer_timeout))
     return membership
+
+
+def _serve_live(settings: config.Settings) -> str | None:
+    """On the job's rank 0: the word by which the group's ranks take part in the live view, if there is one."""
+    if settings.live is None and not settings.live_tensorboard:
+        return None
+    try:
+        from penstock.live import running
+
+        return running.serve(settings.live, settings.live_token, settings.live_tensorboard, _core.__version__)
+    except Exception:
+        log.exception("there is no live view; the training goes on")
+        return None
+
+
+def _join_live(word: str, member: Membership, silent_s: float) -> None:
+    """Take part in the live view that ``word`` stands for (docs/guide/live.md)."""
+
+    def connect() -> Any:
+        store = base(member.store)
+        if type(store).__name__ == "FileStore":
+            raise StoreError("it is a file, which would grow without end")
+        # Of its own: calls on one connection wait for each other, and the training's may wait for minutes.
+        connection = store.clone() if hasattr(store, "clone") else store
+        keep_alive(connection, silent_s)
+        return connection
+
+    try:
+        from penstock.live import running
+
+        _leave_live_at_end()
+        core, interfaces = member.engine.core, tuple(name for name, _ in member.engine.interfaces)
+        engine = running.Engine(process.stats, core.record, member.job_rank, member.engine.generation, interfaces)
+        running.join(word, engine, connect, member.job_ranks)
+    except Exception:
+        log.exception("rank %d takes no part in the live view; the training goes on", member.job_rank)
+
+
+@functools.cache
+def _leave_live_at_end() -> None:
+    from penstock.live import running
+
+    process.observe(lambda engine: running.leave() if engine is None else None)
 
 
 class _Watch:
@@ -273,6 +319,7 @@ def _agree(
             "algorithm": settings.algorithm,
             "secret": None if given else secrets.token_hex(16),
             "deployment": _deployment(settings, world) if aggregate else None,
+            "live": _serve_live(settings) if engine.job_rank == 0 else None,
         }
         store.set("group", json.dumps(agreed))
     store.set(str(rank), engine.core.contact())

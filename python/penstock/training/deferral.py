@@ -275,10 +275,11 @@ class Deferral:
         )
 
     def _has_hooks(self) -> bool:
-        """Besides the one of all reducers, and this object's."""
+        """Besides the one of all reducers, this object's, and those with ``only_counts``, which look at no gradient."""
         own = self.optimizer
-        befores = len(own._optimizer_step_pre_hooks) + len(hooks._global_optimizer_pre_hooks)
-        return befores + len(own._optimizer_step_post_hooks) + len(hooks._global_optimizer_post_hooks) > 2
+        tables = [own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks]
+        tables += [hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks]
+        return sum(not getattr(hook, "only_counts", False) for table in tables for hook in table.values()) > 2
 
     def _take_arrived(self) -> None:
         """Steps that are made together cost less."""

@@ -230,6 +230,8 @@ def _patch_optimizers() -> None:
         if recording is not None:
             recording.optimizer_ends(one, sys._getframe(1))
 
+    # They change nothing, so a GradientReducer need not have all gradients before them (training/deferral.py).
+    before.only_counts = after.only_counts = True  # type: ignore[attr-defined]
     optimizer.register_optimizer_step_pre_hook(before)
     optimizer.register_optimizer_step_post_hook(after)
 

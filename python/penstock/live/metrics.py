@@ -1,0 +1,88 @@
+"""The job's numbers for Prometheus: its text format, version 0.0.4. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from penstock.live.view import Snapshot
+
+__all__ = ["CONTENT_TYPE", "text"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# Ranks from which on there are no series for pairs of them.
+_MANY = 64
+_Value = tuple[Mapping[str, object], float]
+
+
+def text(job: Snapshot) -> str:
+    """All metrics. Those that are not known are left out."""
+    known = {each.rank: each.numbers for each in job.ranks if each.numbers is not None}
+
+    def of_ranks(name: str) -> list[_Value]:
+        return [({"rank": rank}, each[name]) for rank, each in known.items() if each[name] is not None]
+
+    def of_peers(index: int) -> list[_Value]:
+        if job.world > _MANY:
+            return []
+        return [
+            ({"rank": rank, "peer": int(row[0])}, row[index]) for rank, each in known.items() for row in each["peers"]
+        ]
+
+    up = [({"rank": each.rank}, float(each.rank in job.live)) for each in job.ranks]
+    links = [({"host": link.host}, link) for link in job.links]
+    late = [] if job.straggler is None else [({"rank": job.straggler.rank}, job.straggler.late_s)]
+    families: list[tuple[str, str, str, Iterable[_Value]]] = [
+        ("job_ranks", "gauge", "Ranks of the job.", [({}, job.world)]),
+        ("job_running", "gauge", "1 while the job runs.", [({}, float(job.state == "running"))]),
+        ("rank_up", "gauge", "1 for a rank that is heard of.", up),
+        ("steps_total", "counter", "Steps of the training.", of_ranks("steps")),
+        ("step_seconds", "gauge", "Median step of the last look.", of_ranks("median_s")),
+        ("samples_per_second", "gauge", "As penstock.live.count was told.", of_ranks("samples_per_s")),
+        ("tokens_per_second", "gauge", "As penstock.live.count was told.", of_ranks("tokens_per_s")),
+        (
+            "collectives_in_flight_ratio",
+            "gauge",
+            "Share of the time with a collective under way.",
+            of_ranks("in_flight"),
+        ),
+        ("straggler_late_seconds", "gauge", "How long the others wait for this rank, a step.", late),
+        ("operations_active", "gauge", "Operations under way.", of_ranks("active")),
+        ("operations_per_second", "gauge", "Operations that end.", of_ranks("finished_per_s")),
+        ("tensor_bytes_per_second", "gauge", "Of operations that end.", of_ranks("reduced_per_s")),
+        ("sent_bytes_per_second", "gauge", "Over TCP.", of_ranks("sent_per_s")),
+        ("received_bytes_per_second", "gauge", "Over TCP.", of_ranks("received_per_s")),
+        ("engine_memory_bytes", "gauge", "Of the engine, beyond tensors.", of_ranks("memory_bytes")),
+        ("peer_sent_bytes_per_second", "gauge", "To the busiest peers, over TCP.", of_peers(3)),
+        ("peer_received_bytes_per_second", "gauge", "From the busiest peers, over TCP.", of_peers(4)),
+        ("peer_round_trip_seconds", "gauge", "The longest of the peer's streams.", of_peers(5)),
+        ("peer_repeated_frames_total", "counter", "Frames sent again to the peer.", of_peers(8)),
+        (
+            "link_use_ratio",
+            "gauge",
+            "Of the limit, in the busier direction.",
+            [(one, link.share) for one, link in links],
+        ),
+        (
+            "link_limit_bytes_per_second",
+            "gauge",
+            "One way: speed, or highest seen.",
+            [(one, link.limit) for one, link in links],
+        ),
+    ]
+    lines = []
+    for name, kind, meaning, values in families:
+        rows = [f"penstock_{name}{_labels(labels)} {float(value)!r}" for labels, value in values]
+        if rows:
+            lines += [f"# HELP penstock_{name} {meaning}", f"# TYPE penstock_{name} {kind}", *rows]
+    return "\n".join(lines) + "\n"
+
+
+def _labels(labels: Mapping[str, object]) -> str:
+    if not labels:
+        return ""
+    return "{" + ",".join(f'{name}="{_escaped(str(value))}"' for name, value in labels.items()) + "}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
