@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from penstock.profiling import purposes
 from penstock.profiling.record import Event, Header, Sample, Step, read
-from penstock.tools.profile.recorder import kineto, marks, purposes
+from penstock.tools.profile.recorder import kineto, marks
 from penstock.tools.profile.recorder.identity import make_room
 from penstock.tools.profile.recorder.iterations import Iterations
 from penstock.tools.profile.recorder.kineto import Call, Window
@@ -149,6 +150,9 @@ NAMES = {
     "EXPERT_DATA_PARALLEL_GROUP": "data-parallel sync",
     "EMBEDDING_GROUP": "embedding sync",
     "POSITION_EMBEDDING_GROUP": "embedding sync",
+    "TENSOR_AND_DATA_PARALLEL_GROUP": "data-parallel sync",
+    "DATA_PARALLEL_GROUP_WITH_CP": "data-parallel sync",
+    "mesh_sp": "tensor",
     "PIPELINE_MODEL_PARALLEL_GROUP": "",
     "7": "",
     "stepper": "",
