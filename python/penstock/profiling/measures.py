@@ -104,6 +104,9 @@ class Measures:
         self._hosts = {host.name: host for host in hosts(records)}
         self._places = _places(self._hosts.values())
         self.ranks = [self._rank(share) for share in breakdown.shares]
+        backends = {str(record.header.about.get("backend", "")) for record in self._records.values()}
+        self.backend = backends.pop() if len(backends) == 1 else ""
+        """As given to ``init_process_group``; nothing if no record says, or several differ."""
         self.step_ns = statistics.median(rank.share.step_ns for rank in self.ranks) if self.ranks else 0.0
         self.links = [link for host in self._hosts.values() if (link := self._link(host)) is not None]
         self.loopback_bytes = self._loopback()
