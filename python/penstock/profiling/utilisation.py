@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from penstock.profiling.breakdown import Breakdown
 from penstock.profiling.record import Interval, Record
 
-__all__ = ["Counter", "Drop", "Host", "Limit", "Series", "drops", "hosts", "only_grows", "series"]
+__all__ = ["Counter", "Drop", "Host", "Limit", "Series", "drops", "hosts", "only_grows", "series", "steady"]
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,14 @@ def _time_in(record: Record, phase: str | None, interval: Interval, shifts: dict
 
 def _on_one_clock(record: Record, shifts: dict[str, int]) -> Interval:
     shift = shifts.get(record.header.host, 0)
-    return record.steps[0].start_ns + shift, record.steps[-1].end_ns + shift
+    start, end = steady(record)
+    return start + shift, end + shift
+
+
+def steady(record: Record) -> Interval:
+    """A rank's steps without the first two, which are unlike the others (`divide.py` leaves them out as well)."""
+    first = min(2, (len(record.steps) - 1) // 2)
+    return record.steps[first].start_ns, record.steps[-1].end_ns
 
 
 def _rates(counted: Counter) -> Iterator[tuple[Interval, float]]:
