@@ -266,7 +266,8 @@ def test_a_rank_that_learns_its_number_late(tmp_path: Any) -> None:
         lambda: Header(rank, 2, "here", 1, 0, 0), lambda header: tmp_path / f"rank-{header.rank}.jsonl", lambda: None
     )
     writer.put(Event(1, "fork"))
-    while not (tmp_path / "rank-0.jsonl").exists():
+    first = tmp_path / "rank-0.jsonl"
+    while not first.exists() or first.read_text().count("\n") < 2:  # the header and the event
         pass
     rank = 1
     writer.put(Event(2, "end"))
