@@ -115,7 +115,7 @@ def profiled(plan: Plan, folder: pathlib.Path) -> Found:
 
 def read(folder: pathlib.Path) -> Found:
     from penstock.profiling import causes, record
-    from penstock.profiling.divide import divide  # type: ignore[import-not-found, unused-ignore]
+    from penstock.profiling.divide import divide
 
     records = [record.read(path) for path in sorted(folder.glob("*-*.jsonl"))]
     ranks = [each for each in records if not each.is_of_host]

@@ -13,12 +13,14 @@ from click.testing import CliRunner
 
 from penstock.errors import Config
 from penstock.profiling.breakdown import Breakdown, Moving, Share
+from penstock.profiling.record import Header, Readings, Record, Step
 from penstock.tools.characterize import cli, findings, matrix, results, running, tables
 from penstock.tools.characterize.matrix import Cell
 from penstock.tools.characterize.results import Outcome
 from penstock.workloads.transformer.model import MODELS, layers_of
 
 CELL = Cell("gpt2-tiny", "data", 2, 8, 0, "tcp-4", 100.0, 0.0, "strong", 0)
+SECOND = 1_000_000_000
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -130,6 +132,22 @@ def outcome(cell: Cell = CELL, repeat: int = 0, **changes: object) -> Outcome:
         90.0,
     )
     return replace(usual, **changes)  # type: ignore[arg-type]
+
+
+def test_what_a_link_received() -> None:
+    """Mean over steps without the first two, and the highest rate, of the busiest interface but the loopback; mean over hosts."""
+    records = []
+    for host, rate in (("a", 1e6), ("b", 3e6)):
+        record = Record(Header(len(records), 2, host, 1, 0, 0))
+        record.steps = [Step(number, number * SECOND, (number + 1) * SECOND) for number in range(6)]
+        for at in range(61):
+            # In the warm-up four times as much; in the last second twice.
+            moved = rate / 10 * (4 * min(at, 20) + max(0, at - 20) + max(0, at - 50))
+            values = {"nic.eth0.rx_bytes": moved, "nic.eth0.tx_bytes": 0.0, "nic.lo.rx_bytes": 1e9 * at}
+            record.readings.append(Readings(at * SECOND // 10, values))
+        records.append(record)
+    assert running.received(records) == pytest.approx((8 * 2e6 * 1.25 / 1e6, 8 * 2e6 * 2 / 1e6))
+    assert running.received([Record(Header(0, 1, "a", 1, 0, 0))]) == (0.0, 0.0)
 
 
 def test_outcomes_are_kept_and_read_again(tmp_path: Path) -> None:

@@ -266,6 +266,10 @@ RUN_BY = {
         "penstock profile --read penstock-profile-1 --html report.html --perfetto trace.json --csv table.csv",
         "penstock profile train.py",
     ],
+    "test_profile_command.py::test_the_case_of_the_page": [
+        "penstock profile --apply -- penstock testbed run --hosts 2 --rate 500 --flow 100 --"
+        " python examples/char_gpt/train.py --backend gloo --steps 40",
+    ],
     "test_profile_command.py::test_the_command_of_the_page": [
         "penstock profile -- torchrun --nproc-per-node 2 train.py",
     ],

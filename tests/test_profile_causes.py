@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import importlib.util
 import pathlib
 import random
 import re
@@ -101,6 +100,21 @@ def test_more_streams_come_true() -> None:
         misses.append(abs(first.gain_ns - shorter_ns) / shorter_ns)
     assert len(misses) >= 15
     assert sorted(misses)[len(misses) // 2] <= 0.15, misses
+
+
+def test_gloo_has_no_setting_for_more_streams() -> None:
+    """Against a flow's cap it is told to make room for a backend that has several."""
+    job, _ = planted_records.drawn("one-flow cap", 0)
+    job.streams = 1
+    records, breakdown = planted_records.played(job)
+    for backend, change in (
+        ("penstock", "PENSTOCK_STREAMS="),
+        ("gloo", "init_process_group('penstock') instead of gloo"),
+    ):
+        for record in records:
+            record.header.about["backend"] = backend
+        found = causes.find(records, breakdown)[0]
+        assert (found.kind, found.change.startswith(change)) == ("flow cap", True), found
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -253,11 +267,8 @@ ODD_NAMES = [
     ),
 ]
 
-HAS_PROFILE = importlib.util.find_spec("penstock.tools.profile") is not None
-
 
 @pytest.mark.timed
-@pytest.mark.skipif(not HAS_PROFILE, reason="there is no penstock profile yet")
 @pytest.mark.parametrize(
     "fault",
     [

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from penstock.profiling import purposes
 from penstock.profiling.record import Event, Header, Sample, Step, read
-from penstock.tools.profile.recorder import kineto, marks, purposes
+from penstock.tools.profile.recorder import kineto, marks
 from penstock.tools.profile.recorder.identity import make_room
 from penstock.tools.profile.recorder.iterations import Iterations
 from penstock.tools.profile.recorder.kineto import Call, Window
@@ -149,6 +150,9 @@ NAMES = {
     "EXPERT_DATA_PARALLEL_GROUP": "data-parallel sync",
     "EMBEDDING_GROUP": "embedding sync",
     "POSITION_EMBEDDING_GROUP": "embedding sync",
+    "TENSOR_AND_DATA_PARALLEL_GROUP": "data-parallel sync",
+    "DATA_PARALLEL_GROUP_WITH_CP": "data-parallel sync",
+    "mesh_sp": "tensor",
     "PIPELINE_MODEL_PARALLEL_GROUP": "",
     "7": "",
     "stepper": "",
@@ -262,7 +266,8 @@ def test_a_rank_that_learns_its_number_late(tmp_path: Any) -> None:
         lambda: Header(rank, 2, "here", 1, 0, 0), lambda header: tmp_path / f"rank-{header.rank}.jsonl", lambda: None
     )
     writer.put(Event(1, "fork"))
-    while not (tmp_path / "rank-0.jsonl").exists():
+    first = tmp_path / "rank-0.jsonl"
+    while not first.exists() or first.read_text().count("\n") < 2:  # the header and the event
         pass
     rank = 1
     writer.put(Event(2, "end"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import pathlib
-import random
 import subprocess
 import sys
 
@@ -14,7 +13,9 @@ import pytest
 import profiled
 from penstock.errors import Config
 from penstock.profiling import record
-from penstock.profiling.readers import load, megatron, timeline
+from penstock.profiling.intervals import clipped
+from penstock.profiling.matching import canonical
+from penstock.profiling.readers import load, megatron
 from penstock.profiling.record import Header, Readings, Step
 from penstock.tools.profile.shown import table
 from profiled import LOG, NEWER, check_sums, loaded, summed, written
@@ -110,8 +111,8 @@ def test_a_trace_of_the_processor_has_steps_phases_and_operations(traces: pathli
         lateness.append((its.issued_ns - reduced.issued_ns) / 1e6)
         lasted = [(each.ended_ns - each.issued_ns) / 1e6 for each in (reduced, its, received)]
         waited = [waited_ms(one.steps[number]) for one in records]
-        meanwhile = timeline.common([(reduced.issued_ns, its.issued_ns)], samples[0].busy)
-        alone = lateness[-1] - sum(end - start for start, end in meanwhile) / 1e6
+        meanwhile = clipped([(*each, None) for each in samples[0].busy], reduced.issued_ns, its.issued_ns)
+        alone = lateness[-1] - sum(end - start for start, end, _ in meanwhile) / 1e6
         assert alone - 5 < waited[0] < sum(lasted) + 5, "rank 0 waits for the all-reduce"
         assert lasted[2] - 5 < waited[1] < lasted[1] + lasted[2] + 5, "rank 1 waits for what is sent"
     assert max(lateness) > 60
@@ -226,6 +227,9 @@ def test_files_without_a_rank_count_in_their_order(tmp_path: pathlib.Path) -> No
         ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "reduce_scatter"),
         ("all_to_allv", "all_to_all"),
         ("reduce_scatter_tensor_coalesced", "reduce_scatter"),
+        ("recv_anysource", "recv"),
+        ("monitored_barrier", "barrier"),
+        ("gather_into_tensor", "gather"),
         ("_weird_", "weird"),
     ],
 )
@@ -233,7 +237,7 @@ def test_collectives_have_one_name(name: str, want: str) -> None:
     """Whatever torch, NCCL or gloo call them."""
     from penstock.profiling.readers import collectives
 
-    assert (collectives.from_kernel(name) if name.startswith("nccl") else collectives.canonical(name)) == want
+    assert (collectives.from_kernel(name) if name.startswith("nccl") else canonical(name)) == want
 
 
 @pytest.mark.parametrize(
@@ -245,6 +249,9 @@ def test_collectives_have_one_name(name: str, want: str) -> None:
         ("PIPELINE_MODEL_PARALLEL_GROUP", "recv", 4, "", "pipeline backward recv"),
         ("EMBEDDING_GROUP", "all_reduce", None, "", "embedding sync"),
         ("EXPERT_MODEL_PARALLEL_GROUP", "all_to_all", None, "", "expert"),
+        ("EXPERT_DATA_PARALLEL_GROUP", "all_reduce", None, "", "data-parallel sync"),
+        ("default_pg", "broadcast", None, "forward", "data-parallel sync"),
+        ("default_pg", "all_to_all", None, "forward", ""),
         ("mesh_tp", "all_gather", None, "", "tensor"),
         ("default_pg", "all_reduce", None, "backward", "data-parallel sync"),
         ("default_pg", "all_reduce", None, "", ""),
@@ -257,25 +264,6 @@ def test_a_groups_description_tells_what_it_is_for(
     from penstock.profiling.readers import collectives
 
     assert collectives.purpose(collectives.Described(kind, "", 0, 0, peer, about), 3, phase) == want
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_arithmetic_of_intervals(seed: int) -> None:
-    """Against sets of single moments."""
-    random_of = random.Random(seed)
-
-    def some() -> list[tuple[int, int]]:
-        starts = [random_of.randrange(60) for _ in range(random_of.randrange(8))]
-        return [(start, start + random_of.randrange(9)) for start in starts]
-
-    def moments(intervals: list[tuple[int, int]]) -> set[int]:
-        return {each for start, end in intervals for each in range(start, end)}
-
-    one, other = some(), some()
-    first, second = timeline.union(one), timeline.union(other)
-    assert moments(first) == moments(one)
-    assert moments(timeline.minus(first, second)) == moments(one) - moments(other)
-    assert moments(timeline.common(first, second)) == moments(one) & moments(other)
 
 
 # -------------------------------------------------------------------------------------------------------- logs of Megatron

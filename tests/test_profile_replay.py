@@ -162,6 +162,30 @@ def test_a_step_with_an_operation_that_one_rank_lacks_is_left_out() -> None:
     assert models(records) == []
 
 
+def test_an_end_that_was_noted_late_is_waited_for_all_the_same() -> None:
+    """Ranks wait 680 ms for an operation whose end the backend's thread notes 4.5 ms later. Twice the link halves it."""
+    world = World((10**7,) * 2, ((2 * 10**7, 10**6), (2 * 10**7, 10**7)), 0, 70.0)
+    records = world.records()
+    for record in records:
+        [sample] = record.samples
+        *others, last = sample.operations
+        late = replace(last, ended_ns=last.ended_ns + 4_500_000)
+        record.samples = [replace(sample, operations=(*others, late))]
+    [model] = models(records)
+    faster = replace(world, per_byte_ns=35.0)
+    assert run(model, takes(faster)) == pytest.approx(faster.step_ns(), rel=1e-2)
+
+
+def test_flows_at_their_cap_leave_nothing_to_latency() -> None:
+    """Periods that are alike do not tell latency from bytes; flows that always had something to send do: it was bytes."""
+    world = World((10**6,) * 2, (*((10**6, 10**6),) * 3, (10**6, 5 * 10**5)), 0, 40.0)
+    for flow, exact in ((25e6, True), (0, False)):
+        found = predict(world.records(), Network(link_bytes_s=125e6, flow_bytes_s=flow, streams=1, backend="gloo"))
+        [penstock] = [each for each in found if each.change == "the penstock backend"]
+        faster = replace(world, per_byte_ns=1e9 / (0.95 * 125e6))
+        assert (penstock.after_ns == pytest.approx(faster.step_ns(), rel=0.02)) == exact, penstock
+
+
 def test_sends_of_different_pairs_do_not_take_turns() -> None:
     """A pipeline: 0 sends to 1 while 2 sends to 3, and each pair has its own wire."""
     records = []

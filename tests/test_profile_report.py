@@ -11,6 +11,7 @@ import xml.etree.ElementTree
 
 import pytest
 
+import planted_records
 import profiled
 from penstock.profiling.advice import Advice
 from penstock.profiling.breakdown import PHASES, PURPOSES, Breakdown, Moving, Share
@@ -156,18 +157,41 @@ def test_a_timeline_shows_what_was_planted() -> None:
 
 def test_rates_are_differences_of_counters() -> None:
     """By host once, whatever ranks have the readings; a counter that starts anew is no negative rate; what never moves is left
-    out, and few points stand for many."""
+    out, as what connections carry, and few points stand for many."""
     records = profiled.records(4)
-    found = steps.rates(records)
-    assert [(each.host, each.interface) for each in found] == [("a", "eth0"), ("b", "eth0")]
-    assert max(found[0].tx) == pytest.approx(2.4e6 / 0.02) and max(found[0].rx) == pytest.approx(0.9 * 2.4e6 / 0.02)
+    found = steps.rates(records, profiled.breakdown(4))
+    assert sorted((each.host, each.interface) for each in found) == [("a", "eth0"), ("b", "eth0")]
+    assert max(rate for _, rate in found[0].tx.points) == pytest.approx(2.4e6 / 0.02)
+    assert max(rate for _, rate in found[0].rx.points) == pytest.approx(0.9 * 2.4e6 / 0.02)
+    values = {
+        f"{name}.{way}_bytes": number for name in ("nic.e", "streams.e") for number, way in enumerate(("rx", "tx"))
+    }
     one = Record(
         records[0].header,
-        readings=[Readings(i * MS, {"e.rx_bytes": i % 50 * 1e3, "e.tx_bytes": i}) for i in range(5000)],
+        readings=[
+            Readings(i * MS, {name: i if way else i % 50 * 1e3 for name, way in values.items()}) for i in range(5000)
+        ],
     )
-    (rates,) = steps.rates([one])
-    assert min(rates.rx) >= 0 and len(rates.seconds) <= steps.MOST_POINTS
-    assert rates.tx == pytest.approx([1e3] * len(rates.tx))
+    (rates,) = steps.rates([one], Breakdown(()))
+    received, sent = steps.thinned(rates.rx), steps.thinned(rates.tx)
+    assert min(rate for _, rate in received) >= 0 and len(received) <= steps.MOST_POINTS
+    assert [rate for _, rate in sent] == pytest.approx([1e3] * len(sent))
+    assert sent[0][0][0] == 0 and sent[-1][0][1] == 4999 * MS
+
+
+def test_the_page_says_why_traffic_falls() -> None:
+    """A rank writes a checkpoint for two seconds: the page names it below the picture of the interfaces, and no fall without."""
+    for pauses in ({}, {30: (1, "checkpoint", 2.0)}):
+        job = planted_records.Job(1, random.Random(1), steps=60, gradient_bytes=8e6)
+        job.pauses = pauses
+        records, found = planted_records.played(job)
+        blocks = report.carried(found, records)
+        if pauses:
+            falls = blocks[-1]
+            assert isinstance(falls, list) and all(fall.endswith("checkpoint of rank 1") for fall in falls), falls
+            assert [fall.split(" for ")[0] for fall in falls] == ["eth0 of h0", "eth0 of h1"]
+        else:
+            assert len(blocks) == 1
 
 
 def test_without_readings_or_samples_the_page_says_how_to_get_them() -> None:
@@ -296,19 +320,18 @@ def test_units_fit() -> None:
     assert [unit(1e6).text(each) for each in (1234.5e6, 12.345e6, 1.2345e6, 0)] == ["1,234", "12.3", "1.23", "0.00"]
 
 
-def test_a_send_waits_for_its_receive() -> None:
-    """The timeline joins the two ends of a transfer by sender and receiver, not by name."""
-    records = profiled.records(2)
-    for each, name, peer, start in zip(records, ("send", "recv"), (1, 0), (10, 30), strict=True):
-        shift = -1_250_000 if each.header.rank else 0
-        begin = each.steps[-1].start_ns - shift
-        told = Operation(name, "pp", 0, begin + start * MS + shift, begin + 50 * MS + shift, 8, 2, peer, "")
+def test_a_receive_waits_for_its_send() -> None:
+    """The timeline joins the two ends of a transfer by sender and receiver, not by name; and a send waits for nobody."""
+    records = profiled.records(4)[::2]  # of one host
+    for each, name, peer, start in zip(records, ("isend", "recv"), (2, 0), (30, 10), strict=True):
+        begin = each.steps[-1].start_ns
+        told = Operation(name, "pp", 0, begin + start * MS, begin + 50 * MS, 8, 2, peer, "")
         each.samples = [dataclasses.replace(each.samples[-1], operations=(told,))]
-        each.steps[-1] = dataclasses.replace(
-            each.steps[-1], waits=(Wait(begin + 10 * MS + shift, begin + 50 * MS + shift),)
-        )
-    chart = pictures(profiled.breakdown(2, None), records)["moments"].chart
+        each.steps[-1] = dataclasses.replace(each.steps[-1], waits=(Wait(begin + 10 * MS, begin + 50 * MS),))
+    chart = pictures(profiled.breakdown(3, None), records)["moments"].chart
     assert isinstance(chart, Timeline)
-    sender = next(row for row in chart.rows if row.label == "network")
-    by_colour = {each.colour: each.end - each.start for each in sender.stretches}
-    assert by_colour == pytest.approx({steps.WAIT: 20, steps.WIRE: 20})
+    sender, receiver = (
+        {each.colour: each.end - each.start for each in row.stretches} for row in chart.rows if row.label == "network"
+    )
+    assert sender == pytest.approx({steps.WIRE: 20})
+    assert receiver == pytest.approx({steps.WAIT: 20, steps.WIRE: 20})

@@ -74,6 +74,8 @@ def test_a_pause_is_a_drop_with_its_cause(phase: str, cause: str, seed: int) -> 
         assert drop.share < 0.5 and drop.name == "nic.eth0.tx_bytes"
         assert abs(drop.interval[0] - paused.start_ns) < 0.7 * SECOND
         assert abs(drop.interval[1] - paused.end_ns) < 0.7 * SECOND
+    job.pauses = {1: (rank, phase, 2.0)}
+    assert utilisation.drops(*planted_records.played(job)) == [], "the first two steps do not count"
 
 
 def test_steps_that_are_alike_have_no_drops() -> None:

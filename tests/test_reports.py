@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import browser
+from penstock import files
 from penstock.cluster import generate
 from penstock.cluster.network import Cluster
 from penstock.planning import baselines
@@ -49,7 +50,6 @@ from penstock.reports import (
     series,
     ticks,
 )
-from penstock.runtime import files
 from penstock.tools.bench import emulated, endpoints, figures, machine, pauses, readiness, training, tuner, urgency
 from penstock.tools.bench import report as bench_report
 from penstock.tools.bench.aggregated import times
@@ -465,12 +465,16 @@ def test_a_file_is_written_whole_and_for_all(tmp_path: pathlib.Path) -> None:
 
 
 def test_links_and_devices_are_written_to_and_not_replaced(tmp_path: pathlib.Path) -> None:
-    """``--json /dev/stdout`` must not put a file in its place."""
+    """``--json /dev/stdout`` must not put a file in its place, and of a link the file behind it is replaced, or made."""
     (tmp_path / "target").write_text("before")
     (tmp_path / "link").symlink_to("target")
     files.check_writable(tmp_path / "link")
     files.write_whole(tmp_path / "link", "after")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "after"
+    (tmp_path / "dangling").symlink_to("absent")
+    files.check_writable(tmp_path / "dangling")
+    files.write_whole(tmp_path / "dangling", b"bytes")
+    assert (tmp_path / "dangling").is_symlink() and (tmp_path / "absent").read_bytes() == b"bytes"
     files.write_whole(pathlib.Path(os.devnull), "x")
     assert not pathlib.Path(os.devnull).is_file()
 

@@ -47,8 +47,9 @@ clock = Clock()
 
 
 def burn(milliseconds: float) -> None:
-    until = time.monotonic() + milliseconds / 1e3
-    while time.monotonic() < until:
+    """Of this thread's processor time, which no other program's takes away."""
+    until = time.thread_time() + milliseconds / 1e3
+    while time.thread_time() < until:
         pass
 
 

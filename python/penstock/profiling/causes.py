@@ -1,6 +1,6 @@
 """Why a step takes as long as it does: the bound that holds for each part of it, with its numbers, and what to change.
 
-docs/design/profile.md, "Causes", says why each rule and threshold is what it is.
+docs/design/profile-causes.md, "Causes", says why each rule and threshold is what it is.
 """
 
 from __future__ import annotations
@@ -380,6 +380,8 @@ def _flow_cap(measures: Measures, links: Sequence[Link], cost_ns: float) -> Caus
         change = f"PENSTOCK_STREAMS={wanted}"
         is_known = link.limit is not None and link.limit.is_known
         gain_ns = cost_ns * (1 - max(count / wanted, (link.share or 0.0) / FULL)) if is_known else None
+    if measures.backend in ONE_STREAM:
+        change = f"init_process_group('penstock') instead of {measures.backend}: it has several streams to each peer"
     return Cause("flow cap", "wire", text, change, cost_ns, gain_ns, None, link.host, link.interface, numbers)
 
 
@@ -543,6 +545,8 @@ BUSY_CORE = 0.85
 FOUR_THREADS = 3.6
 """docs/benchmarks/README.md: as much faster were four threads on 16 cores."""
 STREAM_BUSY = 0.6
+ONE_STREAM = ("gloo", "mpi")
+"""Backends that have one connection to a peer, and no setting for more."""
 MOST_STREAMS = 64
 INSIDE = 0.1
 """Of the bytes of the operations: what crosses an interface beside, such as the store's messages."""

@@ -1,4 +1,4 @@
-"""The division of steps: records of ranks become a `Breakdown` (docs/design/profile.md, "The division")."""
+"""The division of steps: records of ranks become a `Breakdown` (docs/design/profile-division.md, "The division")."""
 
 from __future__ import annotations
 

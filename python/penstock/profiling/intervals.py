@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -52,8 +53,9 @@ def innermost(pieces: Sequence[Piece[A]]) -> list[Piece[A]]:
 
 
 def overlaps(first: Sequence[Piece[A]], second: Sequence[Piece[B]]) -> Iterator[tuple[int, int, A, B]]:
-    """Where two timelines both have a value. O(n)."""
-    i = j = 0
+    """Where two timelines both have a value. O(n) in the first and in what of the second lies beside it."""
+    i = 0
+    j = max(0, bisect.bisect_right(second, first[0][0], key=lambda piece: piece[0]) - 1) if first else 0
     while i < len(first) and j < len(second):
         start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
         if start < end:
@@ -78,9 +80,9 @@ def union(pieces: Iterable[Piece[A]]) -> list[Piece[None]]:
 
 
 def without(first: Sequence[Piece[A]], second: Sequence[Piece[B]]) -> list[Piece[A]]:
-    """What of a timeline lies outside another one. O(n)."""
+    """What of a timeline lies outside another one. O(n) as `overlaps`."""
     left: list[Piece[A]] = []
-    j = 0
+    j = max(0, bisect.bisect_right(second, first[0][0], key=lambda piece: piece[0]) - 1) if first else 0
     for start, end, value in first:
         while j < len(second) and second[j][1] <= start:
             j += 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock.profiling.record import Operation, Record
 
-__all__ = ["Kind", "Meeting", "by_rank", "kind", "meetings"]
+__all__ = ["Kind", "Meeting", "by_rank", "canonical", "kind", "meetings"]
 
 
 class Kind(enum.Enum):
@@ -21,6 +22,16 @@ class Kind(enum.Enum):
     SEND = "to one rank"
     RECEIVE = "from one rank"
     OTHER = "unknown"
+
+
+@lru_cache(maxsize=1024)
+def canonical(name: str) -> str:
+    """The name that an operation has in records, of those that torch, NCCL, gloo and their methods, operators and kernels use."""
+    plain = re.sub(r"[^a-z]", "", name.lower())
+    for part, known in _NAMES:
+        if part in plain:
+            return known
+    return re.sub(r"\W", "_", name.strip("_ ").lower())[:64] or "collective"
 
 
 @lru_cache(maxsize=1024)
@@ -128,3 +139,19 @@ _KINDS = (
     ("recv", Kind.RECEIVE),
     ("irecv", Kind.RECEIVE),
 )
+
+_NAMES = (
+    ("allreduce", "all_reduce"),
+    ("allgather", "all_gather"),
+    ("reducescatter", "reduce_scatter"),
+    ("alltoall", "all_to_all"),
+    ("sendrecv", "all_to_all"),  # of a kernel that no annotation explains
+    ("broadcast", "broadcast"),
+    ("barrier", "barrier"),
+    ("gather", "gather"),
+    ("scatter", "scatter"),
+    ("reduce", "reduce"),
+    ("send", "send"),
+    ("recv", "recv"),
+)
+"""The first that fits."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from penstock.profiling.breakdown import Breakdown, Share
 from penstock.profiling.record import Interval, Record
-from penstock.profiling.utilisation import Host, Limit, hosts
+from penstock.profiling.utilisation import Host, Limit, hosts, steady
 
 __all__ = ["Link", "Measures", "Rank", "Stream"]
 
@@ -104,6 +104,9 @@ class Measures:
         self._hosts = {host.name: host for host in hosts(records)}
         self._places = _places(self._hosts.values())
         self.ranks = [self._rank(share) for share in breakdown.shares]
+        backends = {str(record.header.about.get("backend", "")) for record in self._records.values()}
+        self.backend = backends.pop() if len(backends) == 1 else ""
+        """As given to ``init_process_group``; nothing if no record says, or several differ."""
         self.step_ns = statistics.median(rank.share.step_ns for rank in self.ranks) if self.ranks else 0.0
         self.links = [link for host in self._hosts.values() if (link := self._link(host)) is not None]
         self.loopback_bytes = self._loopback()
@@ -141,7 +144,7 @@ class Measures:
         communication = (0.0, 0.0)
         disk = 0.0
         if record is not None and host is not None:
-            window, prefix = _window(record), f"pid.{record.header.pid}."
+            window, prefix = steady(record), f"pid.{record.header.pid}."
             per_step = share.step_ns / 1e9
 
             def rate(name: str) -> float:
@@ -258,7 +261,7 @@ class Measures:
 
     def _window(self, host: str) -> Interval:
         """From the first counted step of a host's ranks to their last."""
-        found = [_window(self._records[rank.number]) for rank in self.ranks if rank.host == host]
+        found = [steady(self._records[rank.number]) for rank in self.ranks if rank.host == host]
         return (min(start for start, _ in found), max(end for _, end in found)) if found else (0, 0)
 
     def _rate(self, host: Host, name: str, window: Interval) -> float:
@@ -278,12 +281,6 @@ NOT_COMPUTE = frozenset(("loading", "evaluation", "checkpoint", "profiler"))
 
 def is_pipeline(purpose: str) -> bool:
     return purpose.startswith("pipeline")
-
-
-def _window(record: Record) -> Interval:
-    """Without the first steps, which are unlike the others (`divide.py` leaves some out as well)."""
-    first = min(2, (len(record.steps) - 1) // 2)
-    return record.steps[first].start_ns, record.steps[-1].end_ns
 
 
 def _has_streams(host: Host, interface: str) -> bool:

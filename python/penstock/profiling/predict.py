@@ -69,6 +69,9 @@ def predict(records: Sequence[Record], network: Network | None = None) -> list[P
     possible = wires(found, network.link_bytes_s)
     if not possible:
         return []
+    if network.flow_bytes_s:
+        # The flows always had something to send, so it was bytes that took the time.
+        possible = possible[:1]
     before = statistics.fmean(model.measured_ns for model in found)
     rates = [1e9 / wire.per_byte_ns if wire.per_byte_ns else 0.0 for wire in possible]
     rate = rates[0]

@@ -135,7 +135,7 @@ class Readings:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened once: ``exception``, ``fork``, ``checkpoint``, ``clock``, ``end``."""
+    """Something that happened once, such as ``exception``, ``checkpoint`` or ``end`` (docs/reference/profile.md has all)."""
 
     time_ns: int
     kind: str

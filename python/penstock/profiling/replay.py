@@ -212,6 +212,11 @@ def _acts(
         events.append((at, at, move_of[id(one)], True))
     for start, end, name, group in sorted(waiting):
         ended = [one for one in operations if start < one.ended_ns <= end + SLACK_NS and one.issued_ns < end]
+        if not ended:
+            # Or its end was noted late: a backend's thread may lose its processor just then.
+            latest = end + (end - start) // LATE
+            late = [one for one in operations if one.issued_ns < end < one.ended_ns <= latest]
+            ended = sorted(late, key=lambda one: one.ended_ns)[:1]
         named = [one for one in ended if kind(one.name) is kind(name) and one.group == group] if name else []
         last = max(named or ended, key=lambda one: one.ended_ns, default=None)
         if last is not None:
@@ -339,3 +344,5 @@ ALIKE = 0.02
 """Periods are alike where the determinant of the fit is below this share of what it can be."""
 SLACK_NS = 200_000
 """A wait may end so long before its operation's end was noted."""
+LATE = 10
+"""A part of the wait: of one of 650 ms the end was noted 4.5 ms late. A short pause is not a wait for what ends long after."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from penstock.profiling.breakdown import Breakdown
 from penstock.profiling.record import Interval, Record
 
-__all__ = ["Counter", "Drop", "Host", "Limit", "Series", "drops", "hosts", "series"]
+__all__ = ["Counter", "Drop", "Host", "Limit", "Series", "drops", "hosts", "only_grows", "series", "steady"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Host:
         for reading in record.readings:
             for name, value in reading.values.items():
                 self.last[name] = value
-                if not _only_grows(name):
+                if not only_grows(name):
                     if name.endswith(".rtt_us"):
                         self.round_trips.setdefault(name, []).append(value)
                     continue
@@ -242,7 +243,14 @@ def _time_in(record: Record, phase: str | None, interval: Interval, shifts: dict
 
 def _on_one_clock(record: Record, shifts: dict[str, int]) -> Interval:
     shift = shifts.get(record.header.host, 0)
-    return record.steps[0].start_ns + shift, record.steps[-1].end_ns + shift
+    start, end = steady(record)
+    return start + shift, end + shift
+
+
+def steady(record: Record) -> Interval:
+    """A rank's steps without the first two, which are unlike the others (`divide.py` leaves them out as well)."""
+    first = min(2, (len(record.steps) - 1) // 2)
+    return record.steps[first].start_ns, record.steps[-1].end_ns
 
 
 def _rates(counted: Counter) -> Iterator[tuple[Interval, float]]:
@@ -257,28 +265,12 @@ def _parts(name: str) -> tuple[str, str, str]:
     return kind, middle, last.partition("_")[0]
 
 
-def _only_grows(name: str) -> bool:
-    last = name.rpartition(".")[2]
-    return last in _GROWING or (
-        last.endswith("_packets") or last in ("busy_us", "window_limited_us", "buffer_limited_us")
-    )
+def only_grows(name: str) -> bool:
+    """Whether a value counts from some start, so that its differences say something (docs/reference/profile-counters.md)."""
+    return _GROWS.search(name) is not None
 
 
-_GROWING = frozenset(
-    [
-        *(
-            "rx_bytes",
-            "tx_bytes",
-            "resent_bytes",
-            "read_bytes",
-            "written_bytes",
-            "disk_read_bytes",
-            "disk_written_bytes",
-        ),
-        *("cpu_s", "queued_s", "busy_s", "disk_wait_s", "stolen_s", "io_s", "memory_s", "retransmits"),
-        *("busy_us", "window_limited_us", "buffer_limited_us"),
-    ]
-)
+_GROWS = re.compile(r"(rx|tx|resent|read|written)_bytes$|_packets$|(?<!_per)_s$|(busy|limited)_us$|retransmits$")
 
 FEWEST_BINS = 5
 EXPLAINS = 0.3

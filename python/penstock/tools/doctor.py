@@ -31,8 +31,8 @@ from rich.table import Column, Table
 
 from penstock.errors import Config as ConfigError
 from penstock.errors import PenstockError
+from penstock.files import write_whole
 from penstock.runtime import config
-from penstock.runtime.files import write_whole
 from penstock.tools import links
 from penstock.tools.bench.mesh import STALL_S, Mesh
 from penstock.tools.testbed.bed import Loopback

@@ -1,4 +1,4 @@
-"""Files of profilers, ours and others', as records; or as a breakdown where a file has only sums (docs/design/profile.md)."""
+"""Files of profilers, ours and others', as records; as a breakdown if sums are all there is (docs/design/profile-files.md)."""
 
 from __future__ import annotations
 

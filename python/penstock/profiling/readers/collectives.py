@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-__all__ = ["Described", "Group", "canonical", "described", "from_kernel", "groups", "is_kernel", "kept", "purpose"]
+from penstock.profiling import purposes
+from penstock.profiling.matching import canonical
+
+__all__ = ["Described", "Group", "described", "from_kernel", "groups", "is_kernel", "kept", "purpose"]
 
 
 @dataclass(frozen=True)
@@ -87,15 +90,6 @@ def described(name: str, args: Mapping[str, Any], known: Mapping[str, Group]) ->
     )
 
 
-def canonical(name: str) -> str:
-    """One name for what torch, NCCL and gloo name in several ways."""
-    plain = re.sub(r"[^a-z]", "", name.lower())
-    for part, known in NAMES:
-        if part in plain:
-            return known
-    return re.sub(r"\W", "_", name.strip("_ ").lower())[:64] or "collective"
-
-
 def is_kernel(name: str) -> bool:
     """Whether a kernel of a GPU communicates (NCCL's and RCCL's)."""
     return name.startswith(("nccl", "rccl", "mscclKernel"))
@@ -108,28 +102,17 @@ def from_kernel(name: str) -> str:
 
 def purpose(what: Described, rank: int | None, phase: str) -> str:
     """One of `breakdown.PURPOSES`, or nothing if neither the group's description nor the phase tells."""
-    low, kind, peer = what.about.lower(), what.name, what.peer
-    is_point = kind in ("send", "recv")
-    if "embedding" in low or "embd" in low:
-        return "embedding sync"
-    if "expert" in low or re.search(r"(^|[^a-z])ep([^a-z]|$)", low):
-        return "expert"
-    if "pipeline" in low or re.search(r"(^|[^a-z])pp([^a-z]|$)", low) or is_point:
-        if kind != "recv":
-            return "pipeline send" if kind == "send" else ""
+    kind, peer = what.name, what.peer
+    if named := purposes.of_group(what.about):
+        return named
+    if kind == "send":
+        return "pipeline send"
+    if kind == "recv":
         if peer is not None and rank is not None:
             return "pipeline forward recv" if peer < rank else "pipeline backward recv"
         return "pipeline backward recv" if phase == "backward" else "pipeline forward recv"
-    if ("tensor" in low and "data" not in low) or re.search(r"(^|[^a-z])(tp|sp)([^a-z]|$)", low):
-        return "tensor"
-    if "data_parallel" in low or re.search(r"(^|[^a-z])(dp|fsdp|hsdp)([^a-z]|$)", low):
-        return "data-parallel sync"
-    # Of no group that says what it is for: what DDP and FSDP do by themselves in these phases.
-    if kind in {"backward": ("all_reduce", "reduce_scatter", "all_gather"), "forward": ("broadcast", "all_gather")}.get(
-        phase, ()
-    ):
-        return "data-parallel sync"
-    return ""
+    # A kernel that sends and receives, and that nothing explains, is called all_to_all, too: it may be a pipeline's.
+    return "" if kind == "all_to_all" else purposes.of_operation(kind, phase, is_within=True)
 
 
 def _peer(kind: str, args: Mapping[str, Any], ranks: tuple[int, ...]) -> int | None:
@@ -182,22 +165,6 @@ def _is_count(value: Any) -> TypeGuard[int]:
 TEXTS = ("Collective name", "dtype", "Process Group Name", "Process Group Description", "Process Group Ranks")
 COUNTS = ("In msg nelems", "Group size", "Src Rank", "Dst Rank")
 MOST_TEXT = 1 << 16
-
-NAMES = (
-    ("allreduce", "all_reduce"),
-    ("allgather", "all_gather"),
-    ("reducescatter", "reduce_scatter"),
-    ("alltoall", "all_to_all"),
-    ("sendrecv", "all_to_all"),  # of a kernel that no annotation explains
-    ("broadcast", "broadcast"),
-    ("barrier", "barrier"),
-    ("gather", "gather"),
-    ("scatter", "scatter"),
-    ("reduce", "reduce"),
-    ("send", "send"),
-    ("recv", "recv"),
-)
-"""The first that fits."""
 
 WIDTHS = {
     "float": 4,

@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 
 from penstock.errors import Config
 from penstock.profiling.breakdown import Breakdown, Moving, Share
-from penstock.profiling.readers.collectives import canonical
+from penstock.profiling.matching import canonical
 from penstock.profiling.readers.source import opened
 
 __all__ = ["breakdown", "is_one"]

@@ -5,7 +5,7 @@ device, and which call on the host launched each of them (``correlation``). Time
 ``baseTimeNanoseconds``; records have nanoseconds since 1970, so the ranks of a host share a clock.
 
 Without kernels, the training thread's timeline is divided: it is blocked where it runs no operator while a collective runs. With
-kernels, the device's timeline is divided (docs/design/profile.md, "Traces of torch.profiler"): `timeline.py` does both.
+kernels, the device's timeline is divided (docs/design/profile-files.md, "Traces of torch.profiler"): `timeline.py` does both.
 """
 
 from __future__ import annotations

@@ -8,11 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.profiling.breakdown import OTHER
+from penstock.profiling.divide import GAP_NS
+from penstock.profiling.intervals import Piece, innermost, overlaps, union, without
+from penstock.profiling.matching import canonical
 from penstock.profiling.readers import collectives
 from penstock.profiling.readers.collectives import Group
-from penstock.profiling.record import Interval, Operation, Sample, Span, Step, Wait
+from penstock.profiling.record import Operation, Sample, Span, Step, Wait
 
-__all__ = ["Called", "Host", "Kernel", "Named", "minus", "steps", "union"]
+__all__ = ["Called", "Host", "Kernel", "Named", "steps"]
 
 Thread = int | str
 
@@ -158,8 +161,8 @@ class Host:
         operation is within its call, on its thread."""
         calls: dict[str, list[Named]] = {}
         for each in self._calls:
-            calls.setdefault(collectives.canonical(each.name.removeprefix("c10d::")), []).append(each)
-        kinds = [collectives.canonical(each.name.rpartition(":")[2]) for each in operations]
+            calls.setdefault(canonical(each.name.removeprefix("c10d::")), []).append(each)
+        kinds = [canonical(each.name.rpartition(":")[2]) for each in operations]
         counts = {kind: kinds.count(kind) for kind in set(kinds)}
         found: list[Named | None] = []
         seen = dict.fromkeys(counts, 0)
@@ -186,10 +189,10 @@ class Host:
                     return found.name, found.args
         return f"kernel:{collectives.from_kernel(kernel.name)}", kernel.args
 
-    def operators(self) -> list[Interval]:
+    def operators(self) -> list[Piece[None]]:
         """When the training thread ran operators, but for those that hand a collective over, or wait for one."""
         return union(
-            (each.start_ns, each.end_ns)
+            (each.start_ns, each.end_ns, None)
             for each in self._top
             if each.thread == self.thread and not ANNOTATION.match(each.name) and not each.name.startswith("c10d::")
         )
@@ -222,19 +225,21 @@ def _of_thread(
 ) -> tuple[list[Step], list[Sample]]:
     """The training thread's timeline: blocked is where it runs no operator for a while, up to the end of an operation."""
     busy = host.operators()
-    running = union((each.start_ns, each.end_ns) for each in moving)
+    running = union((each.start_ns, each.end_ns, None) for each in moving)
     ends = sorted(each.end_ns for each in moving)
     blocking = sorted(
         (each for each in moving if each.what.name in ("recv", "barrier")), key=lambda each: each.start_ns
     )
     blocking_starts = [each.start_ns for each in blocking]
-    spans = [_until_reduced(span, busy, running, bounds) for span in phases.spans]
-    loading = [(span.start_ns, span.end_ns) for span in spans if span.phase == "loading"]
-    backward = [(span.start_ns, span.end_ns) for span in spans if span.phase == "backward"]
-    whole = [(start, end) for _, start, end in bounds]
-    waits: list[Interval] = []
-    for start, end in minus(minus(whole, busy), loading):
-        if end - start < LEAST_GAP_NS:
+    marked = [_until_reduced(span, busy, running, bounds) for span in phases.spans]
+    flat = innermost([(each.start_ns, each.end_ns, each.phase) for each in marked])
+    spans = [Span(phase, start, end) for start, end, phase in flat]
+    loading = [(span.start_ns, span.end_ns, None) for span in spans if span.phase == "loading"]
+    backward = [(span.start_ns, span.end_ns, None) for span in spans if span.phase == "backward"]
+    whole = [(start, end, None) for _, start, end in bounds]
+    waits: list[Piece[None]] = []
+    for start, end, _ in without(without(whole, busy), loading):
+        if end - start < GAP_NS:
             continue
         index = bisect_right(ends, end) - 1
         last = ends[index] if index >= 0 else 0
@@ -243,7 +248,7 @@ def _of_thread(
         # The call of what blocks until a peer comes stands in such a gap, since it is no work.
         first, last = (bisect_left(blocking_starts, edge) for edge in (start, end))
         until = max([until, *(min(each.end_ns, end) for each in blocking[first:last])])
-        waits += [each for each in common([(start, until)], running) if each[1] - each[0] >= LEAST_GAP_NS]
+        waits += [(a, b, None) for a, b, *_ in overlaps([(start, until, None)], running) if b - a >= GAP_NS]
     return _put_together(bounds, spans, waits, busy, moving)
 
 
@@ -282,8 +287,8 @@ def _of_device(
         following = max(lasts[index], bounds[index][2]) if is_last else firsts[used[position + 1]]
         on_device.append((bounds[index][0], firsts[index], max(following, firsts[index])))
     bounds = list(_apart(on_device)) or bounds
-    busy = union((start, end) for start, end, _ in work)
-    waits = minus(union((each.start_ns, each.end_ns) for each in moving), busy)
+    busy = union((start, end, None) for start, end, _ in work)
+    waits = without(union((each.start_ns, each.end_ns, None) for each in moving), busy)
     spans: list[Span] = []
     until = 0
     for start, end, phase in work:
@@ -294,29 +299,30 @@ def _of_device(
             else:
                 spans.append(Span(phase, begin, end))
         until = max(until, end)
-    loading = [(span.start_ns, span.end_ns) for span in phases.spans if span.phase == "loading"]
-    spans += [Span("loading", *each) for each in minus(minus(loading, busy), waits)]
+    loading = [(span.start_ns, span.end_ns, None) for span in phases.spans if span.phase == "loading"]
+    spans += [Span("loading", start, end) for start, end, _ in without(without(loading, busy), waits)]
     # What has no phase is said to have none: the division would give gaps between two forward parts to the forward pass.
-    known = union((span.start_ns, span.end_ns) for span in spans)
-    spans += [Span(OTHER, *each) for each in minus([(start, end) for _, start, end in bounds], known)]
+    known = union((span.start_ns, span.end_ns, None) for span in spans)
+    spans += [Span(OTHER, *each[:2]) for each in without([(start, end, None) for _, start, end in bounds], known)]
     return _put_together(bounds, sorted(spans, key=lambda span: span.start_ns), waits, busy, moving)
 
 
 def _put_together(
     bounds: Sequence[tuple[int, int, int]],
     spans: Sequence[Span],
-    waits: Sequence[Interval],
-    busy: Sequence[Interval],
+    waits: Sequence[Piece[None]],
+    busy: Sequence[Piece[None]],
     moving: Iterable[Flight],
 ) -> tuple[list[Step], list[Sample]]:
     moved = sorted(moving, key=lambda each: (each.start_ns, each.end_ns))
     issued = [each.start_ns for each in moved]
     found_steps, found_samples = [], []
-    cut = _Cutter([(span.start_ns, span.end_ns) for span in spans])
+    marked = [(span.start_ns, span.end_ns, span.phase) for span in spans]
     for number, start, end in bounds:
-        within = tuple(Span(spans[index].phase, *part) for index, part in cut.within(start, end))
+        here = [(start, end, None)]
+        within = tuple(Span(phase, first, last) for first, last, _, phase in overlaps(here, marked))
         found_steps.append(
-            Step(number, start, end, within, tuple(Wait(*each) for each in common([(start, end)], waits)))
+            Step(number, start, end, within, tuple(Wait(first, last) for first, last, *_ in overlaps(here, waits)))
         )
         operations = []
         counts: dict[tuple[str, str, int | None], int] = {}
@@ -337,26 +343,9 @@ def _put_together(
                     each.purpose,
                 )
             )
-        found_samples.append(Sample(number, tuple(common([(start, end)], busy)), tuple(operations)))
+        ran = tuple((first, last) for first, last, *_ in overlaps(here, busy))
+        found_samples.append(Sample(number, ran, tuple(operations)))
     return found_steps, found_samples
-
-
-class _Cutter:
-    """Parts of intervals within others, both in order."""
-
-    def __init__(self, intervals: Sequence[Interval]) -> None:
-        self._all = intervals
-        self._at = 0
-
-    def within(self, start: int, end: int) -> Iterator[tuple[int, Interval]]:
-        while self._at < len(self._all) and self._all[self._at][1] <= start:
-            self._at += 1
-        for index in range(self._at, len(self._all)):
-            first, last = self._all[index]
-            if first >= end:
-                return
-            if min(last, end) > max(first, start):
-                yield index, (max(first, start), min(last, end))
 
 
 # Phases
@@ -391,15 +380,15 @@ def _settled(spans: Sequence[Span], edges: Sequence[int], is_marked: bool) -> li
 
 
 def _until_reduced(
-    span: Span, busy: Sequence[Interval], running: Sequence[Interval], bounds: Sequence[tuple[int, int, int]]
+    span: Span, busy: Sequence[Piece[None]], running: Sequence[Piece[None]], bounds: Sequence[tuple[int, int, int]]
 ) -> Span:
     """A backward pass ends when what it reduces is reduced: the engine returns no earlier, and runs no operator meanwhile."""
     if span.phase != "backward":
         return span
-    index = bisect_right(running, (span.end_ns, 1 << 62)) - 1
+    index = bisect_right(running, span.end_ns, key=_start) - 1
     if index < 0 or running[index][1] <= span.end_ns:
         return span
-    following = bisect_right(busy, (span.end_ns, 1 << 62))
+    following = bisect_right(busy, span.end_ns, key=_start)
     until = busy[following][0] if following < len(busy) else 1 << 62
     step = next((end for _, start, end in bounds if start <= span.start_ns < end), until)
     return Span("backward", span.start_ns, max(span.end_ns, min(until, step, running[index][1])))
@@ -423,56 +412,15 @@ def _around(events: Sequence[Named], called: Called) -> Named | None:
     return None
 
 
-# Intervals
+# Looking up
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """In order, without overlap."""
-    found: list[Interval] = []
-    for start, end in sorted(intervals):
-        if end <= start:
-            continue
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
-    return found
+def _within(timeline: Sequence[Piece[None]], at_ns: int) -> bool:
+    return any(overlaps([(at_ns, at_ns + 1, None)], timeline))
 
 
-def minus(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What of the first lies in none of the second; both are in order and without overlap."""
-    found: list[Interval] = []
-    at = 0
-    for start, end in intervals:
-        while at < len(others) and others[at][1] <= start:
-            at += 1
-        index = at
-        while index < len(others) and others[index][0] < end:
-            if others[index][0] > start:
-                found.append((start, others[index][0]))
-            start = max(start, others[index][1])
-            index += 1
-        if start < end:
-            found.append((start, end))
-    return found
-
-
-def common(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What lies in both; both are in order and without overlap."""
-    found: list[Interval] = []
-    for start, end in intervals:
-        index = max(0, bisect_right(others, (start, 1 << 62)) - 1)
-        while index < len(others) and others[index][0] < end:
-            first, last = max(start, others[index][0]), min(end, others[index][1])
-            if last > first:
-                found.append((first, last))
-            index += 1
-    return found
-
-
-def _within(intervals: Sequence[Interval], at_ns: int) -> bool:
-    index = bisect_right(intervals, (at_ns, 1 << 62)) - 1
-    return index >= 0 and at_ns < intervals[index][1]
+def _start(piece: Piece[None]) -> int:
+    return piece[0]
 
 
 def _apart(steps: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
@@ -507,9 +455,6 @@ PHASE_OF = {
     "backward": "backward",
     "enumerate(dataloader)": "loading",
 }
-
-LEAST_GAP_NS = 100_000
-"""As in docs/design/profile.md, "The division": a thread between two operators that does nothing for 100 us waits."""
 
 MOST_LATE_NS = 1_000_000
 """From an operation's end until the thread that waited for it runs again: threads of a busy machine take up to a time slice."""

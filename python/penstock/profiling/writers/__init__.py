@@ -5,5 +5,6 @@ Each writes its file whole or not at all, and raises `penstock.errors.Config` wi
 
 from penstock.profiling.writers.tables import csv, from_json, json
 from penstock.profiling.writers.trace import kineto, perfetto
+from penstock.profiling.writers.whole import whole
 
-__all__ = ["csv", "from_json", "json", "kineto", "perfetto"]
+__all__ = ["csv", "from_json", "json", "kineto", "perfetto", "whole"]

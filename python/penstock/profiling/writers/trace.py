@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from penstock.profiling.matching import Kind, Meeting, by_rank, kind, meetings
 from penstock.profiling.phases import marked_waits, phases
 from penstock.profiling.record import Operation, Record, Step
 from penstock.profiling.turns import Course, Turns, turns
+from penstock.profiling.utilisation import only_grows
 from penstock.profiling.writers.whole import whole
 
 __all__ = ["kineto", "perfetto"]
@@ -236,7 +236,7 @@ class _Job:
         for reading in sorted(record.readings, key=lambda reading: reading.time_ns):
             for name, value in reading.values.items():
                 shown, unit = value, name
-                if _GROWS.search(name):
+                if only_grows(name):
                     then = before.get(name)
                     before[name] = reading.time_ns, value
                     # A counter that falls was set back.
@@ -347,8 +347,6 @@ def _arguments(operation: Operation, members: list[int], rank: int) -> Event:
         **peers,
     }
 
-
-_GROWS = re.compile(r"(rx|tx|resent|read|written)_bytes$|_packets$|(?<!_per)_s$|(busy|limited)_us$|retransmits$")
 
 THREAD, WAITS, OPERATORS, ISSUES = 1, 2, 3, 4
 LANES = 16

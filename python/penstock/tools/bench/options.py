@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from penstock import renamed
 from penstock.extras import need
-from penstock.runtime.files import check_writable
+from penstock.files import check_writable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -14,8 +14,8 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from penstock.files import write_whole
 from penstock.reports import Page, render
-from penstock.runtime.files import write_whole
 from penstock.tools.bench.launcher import BenchError
 from penstock.tools.testbed.system import TestbedUnavailable
 

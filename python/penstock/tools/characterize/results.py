@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.errors import Config
+from penstock.files import write_whole
 from penstock.profiling.breakdown import Breakdown
 from penstock.tools.characterize.matrix import Cell
 
@@ -99,11 +99,9 @@ def outcome_of(cell: Cell, repeat: int, breakdown: Breakdown, receive_mbit: floa
 def write(folder: Path, outcome: Outcome) -> None:
     """Keep an outcome, whole or not at all."""
     path = folder / f"{outcome.cell.key}.{outcome.repeat}.json"
-    unfinished = path.with_suffix(".unfinished")
     text = json.dumps({"format": FORMAT, **dataclasses.asdict(outcome)}, indent=1)
     try:
-        unfinished.write_text(text + "\n", encoding="utf-8")
-        os.replace(unfinished, path)
+        write_whole(path, text + "\n")
     except OSError as error:
         raise Config(f"cannot write {path}: {error.strerror}") from error
 

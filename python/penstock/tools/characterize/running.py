@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from penstock.errors import Config, PenstockError
+from penstock.profiling.record import Record
+from penstock.profiling.utilisation import hosts
 from penstock.tools.characterize.matrix import Cell
 from penstock.tools.characterize.results import Outcome, outcome_of
 
-__all__ = ["command_of", "environment_of", "largest", "largest_batch", "run"]
-
-OUT_OF_MEMORY = 3
-"""Exit status of the workload, which says so under ``--memory``."""
+__all__ = ["command_of", "environment_of", "largest", "largest_batch", "received", "run"]
 
 
 def command_of(cell: Cell, steps: int, seed: int, *, memory: int = 0) -> list[str]:
@@ -77,7 +76,9 @@ def run(cell: Cell, repeat: int, *, steps: int, seed: int, folder: Path, timeout
 
     try:
         breakdown = from_json(table)
-        mean, peak = _received(load(records))
+        found = load(records)
+        assert isinstance(found, list), "a folder of ours has records"
+        mean, peak = received(found)
     except PenstockError as error:
         raise Config(f"{cell.key}: {error}") from error
     finally:
@@ -147,29 +148,26 @@ def _finished(command: Sequence[str], environment: Mapping[str, str], timeout_s:
     return process.returncode, said
 
 
-def _received(records: object) -> tuple[float, float]:
+def received(records: Sequence[Record]) -> tuple[float, float]:
     """Mbit/s that a host's busiest interface received, mean over the steps of its ranks and the highest rate, mean over hosts."""
     found = []
-    for record in records if isinstance(records, list) else []:
-        readings, steps = record.readings, record.steps
-        names = {name for each in readings for name in each.values if _is_received(name)}
-        if not names or len(steps) < 3:
+    for host in hosts(records):
+        steps = [each.steps for each in records if each.header.host == host.name and len(each.steps) > 2]
+        if not steps:
             continue
-        start, end = steps[2].start_ns, steps[-1].end_ns
-        within = [each for each in readings if start <= each.time_ns <= end]
+        start, end = min(own[2].start_ns for own in steps), max(own[-1].end_ns for own in steps)
         best = (0.0, 0.0)
-        for name in names:
-            points = [(each.time_ns, each.values[name]) for each in within if name in each.values]
-            if len(points) < 3:
+        for interface in host.interfaces():
+            counted = host.counters.get(f"nic.{interface}.rx_bytes")
+            times = [time_ns for time_ns in counted.times_ns if start <= time_ns <= end] if counted is not None else []
+            if counted is None or len(times) < 3:
                 continue
-            mean = 8e3 * (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
-            rates = [8e3 * (b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(points) if b[0] > a[0]]
-            best = max(best, (mean, max(rates, default=mean)))
+            mean, *rates = (
+                8e3 * counted.grown(first, last) / (last - first)
+                for first, last in [(times[0], times[-1]), *itertools.pairwise(times)]
+            )
+            best = max(best, (mean, max(rates)))
         found.append(best)
     if not found:
         return 0.0, 0.0
     return sum(mean for mean, _ in found) / len(found), sum(peak for _, peak in found) / len(found)
-
-
-def _is_received(name: str) -> bool:
-    return name.startswith("nic.") and name.endswith(".rx_bytes") and not name.startswith("nic.lo.")

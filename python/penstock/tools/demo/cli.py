@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from penstock.extras import need
+from penstock.files import check_writable, write_whole
 from penstock.reports import render
 from penstock.runtime import config
-from penstock.runtime.files import check_writable, write_whole
 from penstock.runtime.wire import sent_bytes
 from penstock.tools.bench import machine
 from penstock.tools.demo.comparison import (

@@ -21,7 +21,7 @@ from penstock.cluster import file, places, units
 from penstock.cluster.network import Cluster, Job
 from penstock.errors import Config as ConfigError
 from penstock.extras import need
-from penstock.runtime.files import write_whole
+from penstock.files import write_whole
 from penstock.tools.commands import Group
 from penstock.tools.plan.planned import Plan, describe, describe_jobs, plan, plan_jobs, rate_text
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from penstock.cluster.network import Cluster, Job
 from penstock.errors import Config as ConfigError
+from penstock.files import write_whole
 from penstock.planning.deploy import deployment
 from penstock.planning.evaluate import loads_of
 from penstock.planning.replan import Decision, Event, Gone, Loads, Patience, State, decide
 from penstock.planning.scheme import Scheme
-from penstock.runtime.files import write_whole
 from penstock.tools.testbed import carry
 from penstock.tools.testbed.cluster import Testbed
 

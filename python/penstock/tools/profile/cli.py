@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.errors import PenstockError
+from penstock.files import check_writable
 from penstock.tools.profile import run
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--pipeline-stages", type=click.IntRange(1), help="Of a log of Megatron-LM that does not say.")
 @click.option("--html", type=_FILE, help="Write a report.")
 @click.option("--perfetto", type=_FILE, help="Write a trace for ui.perfetto.dev.")
+@click.option(
+    "--kineto",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write a trace a rank into a folder, for HolisticTraceAnalysis.",
+)
 @click.option("--csv", type=_FILE, help="Write the table.")
 @click.option("--json", type=_FILE, help="Write the table.")
 @click.option("--apply", "applied", is_flag=True, help="Then run it again with the best change, and compare.")
@@ -37,6 +43,7 @@ def command(
     pipeline_stages: int | None,
     html: Path | None,
     perfetto: Path | None,
+    kineto: Path | None,
     csv: Path | None,
     json: Path | None,
     applied: bool,
@@ -58,7 +65,7 @@ def command(
         raise click.UsageError("--pipeline-stages is for a log that is --read")
     if applied and read is not None:
         raise click.UsageError("--apply runs a command again: --read has none")
-    wanted = {"html": html, "perfetto": perfetto, "csv": csv, "json": json}
+    wanted = {"html": html, "perfetto": perfetto, "kineto": kineto, "csv": csv, "json": json}
     try:
         if read is not None:
             from penstock.profiling.readers import load
@@ -66,6 +73,11 @@ def command(
             _tell(load(read, pipeline_stages=pipeline_stages), wanted)
             return
         started = run.started(arguments)
+        for path in filter(None, (html, perfetto, csv, json)):
+            try:
+                check_writable(path)
+            except OSError as error:
+                raise click.ClickException(f"cannot write {path}: {error.strerror}") from error
         folder = run.fresh_folder(output)
     except PenstockError as error:
         raise click.ClickException(str(error)) from error
@@ -141,12 +153,15 @@ def _tell(found: Sequence[Record] | Breakdown, wanted: dict[str, Path | None]) -
         writers.csv(breakdown, wanted["csv"])
     if wanted["json"]:
         writers.json(breakdown, wanted["json"])
+    if (wanted["perfetto"] or wanted["kineto"]) and not records:
+        raise click.ClickException("what was read has sums only, and no moments for a trace")
     if wanted["perfetto"]:
-        if not records:
-            raise click.ClickException("what was read has sums only, and no moments for a trace")
         writers.perfetto(records, wanted["perfetto"])
+    if wanted["kineto"]:
+        writers.kineto(records, wanted["kineto"])
     if wanted["html"]:
         from penstock.reports.page import render
 
-        wanted["html"].write_text(render(page(breakdown, records, advice)), encoding="utf-8")
+        with writers.whole(wanted["html"]) as file:
+            file.write(render(page(breakdown, records, advice)))
     return advice

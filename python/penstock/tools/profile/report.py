@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.profiling import utilisation
 from penstock.profiling.advice import Advice
 from penstock.profiling.breakdown import OTHER, Breakdown, Share
 from penstock.profiling.record import Record
+from penstock.profiling.utilisation import Drop
 from penstock.reports import (
     Axis,
     Bar,
@@ -45,12 +47,12 @@ def page(breakdown: Breakdown, records: Sequence[Record], advice: Advice | None 
             told.append(waits)
         sections.append(Section("Communication", told))
         if records:  # a file of sums has no moments at all
-            sections.append(Section("What the interfaces carry", carried(records)))
+            sections.append(Section("What the interfaces carry", carried(breakdown, records)))
             sections.append(Section("One step, moment by moment", moments(breakdown, shares, records)))
     elif breakdown.shares:
         sections.append(Section("Communication", [shown.collectives(breakdown)]))
     if advice is not None and advice.causes:
-        why: list[str | list[str] | Picture | Table] = [shown.causes(advice)]
+        why: list[str | list[str] | Picture | Table] = [shown.causes(breakdown, advice)]
         if advice.predictions:
             why += [shown.predictions(advice), HOW_PREDICTED]
         sections.insert(1 if shares else 0, Section("What to change", why))
@@ -196,15 +198,16 @@ def cards(shares: Sequence[Share]) -> list[Card]:
 # Below
 
 
-def carried(records: Sequence[Record]) -> list[str | list[str] | Picture | Table]:
-    """Rx and Tx over time, of the interfaces that carried most."""
-    found = steps.rates(records)
+def carried(breakdown: Breakdown, records: Sequence[Record]) -> list[str | list[str] | Picture | Table]:
+    """Rx and Tx over time, of the interfaces that carried most, and what explains where they fall."""
+    found = steps.rates(records, breakdown)
     if not found:
         return [
             "There are no readings of interfaces. `penstock profile -- COMMAND` takes them by itself every 100 ms; traces and "
             "logs of other tools have none."
         ]
-    kept = sorted(found, key=lambda each: -(sum(each.rx) + sum(each.tx)))[:MOST_INTERFACES]
+    kept = found[:MOST_INTERFACES]
+    first = min(each.rx.points[0][0][0] for each in kept)
     several = len({each.host for each in kept}) > 1
     x, y = Axis("since the first reading", "seconds", from_zero=True), Axis("rate", "MB/s", from_zero=True)
     panels = []
@@ -212,8 +215,8 @@ def carried(records: Sequence[Record]) -> list[str | list[str] | Picture | Table
         curves = [
             Curve(
                 f"{each.host} {each.interface}" if several else each.interface,
-                each.seconds,
-                [value / 1e6 for value in getattr(each, of)],
+                [(end - first) / 1e9 for (_, end), _ in steps.thinned(getattr(each, of))],
+                [rate / 1e6 for _, rate in steps.thinned(getattr(each, of))],
                 series(index),
                 is_steps=True,
                 width_px=1.4,
@@ -221,13 +224,29 @@ def carried(records: Sequence[Record]) -> list[str | list[str] | Picture | Table
             for index, each in enumerate(kept)
         ]
         panels.append(Panel(title, x, y, curves))
-    top = max(kept, key=lambda each: max(each.tx + each.rx))
-    peak = max(top.tx + top.rx)
-    see = f"{top.interface} of {top.host} carries {peak / 1e6:.3g} MB/s at most, {8 * peak / 1e9:.2g} Gbit/s."
+    top = max(kept, key=lambda each: each.highest)
+    see = f"{top.interface} of {top.host} carries {top.highest / 1e6:.3g} MB/s at most, {8 * top.highest / 1e9:.2g} Gbit/s."
     how = "By the counters of the interfaces, each way, whatever process sends."
     if len(found) > len(kept):
         how += f" Of {len(found)} interfaces those {len(kept)} that carried most are shown."
-    return [Picture("interfaces", Lines(panels), see, how)]
+    blocks: list[str | list[str] | Picture | Table] = [Picture("interfaces", Lines(panels), see, how)]
+    if fallen := utilisation.drops(records, breakdown):
+        blocks += ["Where one carries less than half of what it mostly does:", _fallen(fallen, first)]
+    return blocks
+
+
+def _fallen(found: Sequence[Drop], first_ns: int) -> list[str]:
+    told = []
+    for each in found[:MOST_DROPS]:
+        start, end = each.interval
+        cause = (each.cause or "no cause is known") + (f" of rank {each.rank}" if each.rank is not None else "")
+        told.append(
+            f"{each.name.split('.', 1)[1].rpartition('.')[0]} of {each.host} for {duration((end - start) / 1e9)} from second "
+            f"{(start - first_ns) / 1e9:.1f} on, {share(each.share)} of the usual rate: {cause}"
+        )
+    if len(found) > MOST_DROPS:
+        told.append(f"and {len(found) - MOST_DROPS} more")
+    return told
 
 
 def moments(
@@ -240,7 +259,7 @@ def moments(
     ranks = [each.rank for each in shares]
     if len(ranks) > MOST_ROWS:
         ranks = sorted({order[round(index * (len(order) - 1) / (MOST_ROWS - 1))].rank for index in range(MOST_ROWS)})
-    picture = steps.timeline(records, breakdown.offsets_ns, ranks, COLOUR_OF, KEY)
+    picture = steps.timeline(records, breakdown, ranks, COLOUR_OF, KEY)
     return [picture] if picture else ["No step was sampled on these ranks."]
 
 
@@ -314,5 +333,5 @@ HOW_PREDICTED = (
     "in it. `penstock profile --apply` makes the first change that needs no change of the script, and says how far off its "
     "prediction was."
 )
-FIRST_BARS, MORE_BARS, MOST_ROWS, MOST_INTERFACES, MOST_HOSTS = 7, 16, 6, 5, 16
+FIRST_BARS, MORE_BARS, MOST_ROWS, MOST_INTERFACES, MOST_HOSTS, MOST_DROPS = 7, 16, 6, 5, 16, 12
 """`FIRST_BARS` fit on the first screen of a phone, between the answer and the next step."""

@@ -74,14 +74,15 @@ def table(breakdown: Breakdown, advice: Advice | None = None) -> str:
 # Why, and what would change it
 
 
-def causes(advice: Advice) -> Table:
+def causes(breakdown: Breakdown, advice: Advice) -> Table:
     """All causes, for the page."""
+    step_ns = _mean(each.step_ns for each in breakdown.shares if each.steps)
     lines = [
         Line(
             [
                 cause.kind,
                 cause.text,
-                share(cause.cost_ns / step) if (step := _step_ns(advice)) else duration(cause.cost_ns / 1e9),
+                share(cause.cost_ns / step_ns) if step_ns else duration(cause.cost_ns / 1e9),
                 "" if cause.gain_ns is None else duration(cause.gain_ns / 1e9),
                 cause.change,
             ]
@@ -123,10 +124,6 @@ def predictions(advice: Advice) -> Table:
     ]
     now = scale.text(found[0].before_ns) if found else ""
     return Table(f"What a step would take instead of {now} {scale.name} (computed)", columns, lines)
-
-
-def _step_ns(advice: Advice) -> float:
-    return advice.predictions[0].before_ns if advice.predictions else 0.0
 
 
 # In one line

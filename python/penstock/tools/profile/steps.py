@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.profiling.breakdown import OTHER
-from penstock.profiling.readers.timeline import common, minus, union
-from penstock.profiling.record import Interval, Operation, Record, Sample, Step
+from penstock.profiling.breakdown import OTHER, Breakdown
+from penstock.profiling.clocks import Clock, clocks
+from penstock.profiling.divide import flight, standing
+from penstock.profiling.intervals import overlaps, union, without
+from penstock.profiling.matching import by_rank, meetings
+from penstock.profiling.phases import marked_waits, phases
+from penstock.profiling.record import Interval, Record
+from penstock.profiling.turns import turns
+from penstock.profiling.utilisation import Series, series
 from penstock.reports import Axis, Key, Picture, Row, Stretch, Timeline
 from penstock.reports.numbers import duration
 from penstock.tools.profile.shown import unit
@@ -17,101 +22,100 @@ __all__ = ["Rates", "rates", "timeline"]
 
 
 class Rates(NamedTuple):
-    """Of one interface, in bytes per second up to each moment."""
+    """Of one interface, on the first host's clock."""
 
     host: str
     interface: str
-    start_ns: int
-    """The first reading, on the host's clock."""
-    seconds: list[float]
-    rx: list[float]
-    tx: list[float]
+    rx: Series
+    tx: Series
+
+    @property
+    def total(self) -> float:
+        """Bytes, both ways."""
+        return sum(rate * (end - start) for way in (self.rx, self.tx) for (start, end), rate in way.points) / 1e9
+
+    @property
+    def highest(self) -> float:
+        """Bytes per second, of both ways."""
+        return max(rate for way in (self.rx, self.tx) for _, rate in way.points)
 
 
-def rates(records: Sequence[Record]) -> list[Rates]:
-    """Of all interfaces that carried anything, on one axis for each host; `MOST_POINTS` of each at most."""
-    hosts: dict[str, Record] = {}
-    for record in records:
-        if len(record.readings) > len(hosts[record.header.host].readings if record.header.host in hosts else ()):
-            hosts[record.header.host] = record
+def rates(records: Sequence[Record], breakdown: Breakdown) -> list[Rates]:
+    """Of all interfaces that carried anything, the busiest first."""
+    ways: dict[tuple[str, str], dict[str, Series]] = {}
+    for one in series(records, breakdown):
+        name, _, counter = one.name.rpartition(".")
+        if name.startswith("nic.") and counter in ("rx_bytes", "tx_bytes"):
+            ways.setdefault((one.host, name.removeprefix("nic.")), {})[counter] = one
+    found = [Rates(*key, way["rx_bytes"], way["tx_bytes"]) for key, way in ways.items() if len(way) == 2]
+    return sorted((each for each in found if each.total > 0), key=lambda each: -each.total)
+
+
+def thinned(one: Series) -> list[tuple[Interval, float]]:
+    """At most `MOST_POINTS` of a series, each the mean of those that it stands for."""
+    stride = -(-len(one.points) // MOST_POINTS) or 1
     found = []
-    for host, record in hosts.items():
-        names = {
-            name.rpartition(".")[0] for reading in record.readings for name in reading.values if name.endswith(ENDS)
-        }
-        for name in sorted(names):
-            points = [
-                (reading.time_ns, reading.values[f"{name}.rx_bytes"], reading.values[f"{name}.tx_bytes"])
-                for reading in record.readings
-                if f"{name}.rx_bytes" in reading.values and f"{name}.tx_bytes" in reading.values
-            ]
-            stride = -(-len(points) // MOST_POINTS) or 1
-            kept = points[::stride]
-            if len(kept) < 2:
-                continue
-            first = record.readings[0].time_ns
-            seconds, rx, tx = [], [], []
-            for (before, rx_before, tx_before), (at, rx_at, tx_at) in itertools.pairwise(kept):
-                if at <= before:
-                    continue
-                seconds.append((at - first) / 1e9)
-                # A counter that falls has been reset.
-                rx.append(max(0.0, rx_at - rx_before) / (at - before) * 1e9)
-                tx.append(max(0.0, tx_at - tx_before) / (at - before) * 1e9)
-            if any(rx) or any(tx):
-                found.append(Rates(host, name.removeprefix("nic."), first, seconds, rx, tx))
+    for at in range(0, len(one.points), stride):
+        joined = one.points[at : at + stride]
+        moved = sum(rate * (end - start) for (start, end), rate in joined)
+        start, end = joined[0][0][0], joined[-1][0][1]
+        found.append(((start, end), moved / (end - start)))
     return found
 
 
 def timeline(
     records: Sequence[Record],
-    offsets_ns: Mapping[str, tuple[float, float]],
+    breakdown: Breakdown,
     ranks: Sequence[int],
     colours: Mapping[str, str],
     key: Sequence[tuple[str, str]],
 ) -> Picture | None:
     """The sampled step that most ranks have, of middling length: for each rank what its thread does and what is in flight, and
-    for each interface what it carries."""
-    chosen = {record.header.rank: record for record in records}
-    here = [chosen[rank] for rank in ranks if rank in chosen]
-    number = _number(here)
+    for each interface what it carries. As the division has them (docs/design/profile-division.md)."""
+    every, _ = by_rank(records)
+    number = _number([record for record in every if record.header.rank in ranks])
     if number is None:
         return None
-    moved = {record.header.rank: round(offsets_ns.get(record.header.host, (0.0, 0.0))[0]) for record in records}
-    turns = _turns(records, number, moved)
-    parts = []
-    for record in here:
+    met = meetings(every)
+    clock_of, _ = clocks(every, met)
+    courses = turns(every, [one for one in met if one.step == number], clock_of).courses
+    drawn = []
+    for record in every:
         sample = next((each for each in record.samples if each.step == number), None)
         step = next((each for each in record.steps if each.number == number), None)
-        if sample is not None and step is not None:
-            parts.append((record, step, sample, moved[record.header.rank]))
-    if not parts:
+        if record.header.rank in ranks and sample is not None and step is not None:
+            drawn.append((record.header.rank, clock_of[record.header.host], step, sample))
+    if not drawn:
         return None
-    first = min(step.start_ns + shift for _, step, _, shift in parts)
-    last = max(step.end_ns + shift for _, step, _, shift in parts)
+    first = min(clock.on_first(step.start_ns) for _, clock, step, _ in drawn)
+    last = max(clock.on_first(step.end_ns) for _, clock, step, _ in drawn)
     in_unit = unit(last - first)
 
-    def at(time_ns: float) -> float:
-        return (time_ns - first) / in_unit.ns
+    def at(time_ns: int, clock: Clock | None = None) -> float:
+        return ((time_ns if clock is None else clock.on_first(time_ns)) - first) / in_unit.ns
 
     rows = []
-    for record, step, sample, shift in parts:
-        rank = record.header.rank
-        wire, waits = _flight(rank, sample, turns, shift)
-        thread, still = _thread(step, sample, colours)
-        stretches = [Stretch(at(a + shift), at(b + shift), colour) for a, b, colour in thread]
-        standing = [(a + shift, b + shift) for a, b in still]
-        waiting = common(standing, waits)
+    for rank, clock, step, sample in drawn:
+        own = courses.get(rank, {}).get(number, [])
+        moving = flight(own, 0, LAST_NS)
+        marked = marked_waits(step)
+        still = union([*((a, b, None) for a, b, _ in marked), *standing(step, sample, marked, moving)])
+        waiting = [(a, b, None) for a, b, _, kind in overlaps(still, moving) if kind[1] == "wait"]
+        stretches = [
+            Stretch(at(a, clock), at(b, clock), colours.get(what, colours[OTHER])) for a, b, what in phases(step)
+        ]
         # Behind a wait, which is half as high, is nothing. A thread that stands still for what no sample has counts as wire.
-        stretches += [Stretch(at(a), at(b), "paper") for a, b in waiting]
-        stretches += [Stretch(at(a), at(b), WAIT, HALF) for a, b in waiting]
-        stretches += [Stretch(at(a), at(b), WIRE) for a, b in minus(standing, waiting)]
+        stretches += [Stretch(at(a, clock), at(b, clock), "paper") for a, b, _ in waiting]
+        stretches += [Stretch(at(a, clock), at(b, clock), WAIT, HALF) for a, b, _ in waiting]
+        stretches += [Stretch(at(a, clock), at(b, clock), WIRE) for a, b, _ in without(still, waiting)]
         rows.append(Row("thread", stretches, heading=f"rank {rank}"))
-        if wire or waits:
-            flying = [Stretch(at(a), at(b), WAIT, HALF) for a, b in waits]
-            flying += [Stretch(at(a), at(b), WIRE) for a, b in wire]
+        if moving:
+            flying = [
+                Stretch(at(a, clock), at(b, clock), *((WAIT, HALF) if kind[1] == "wait" else (WIRE,)))
+                for a, b, kind in moving
+            ]
             rows.append(Row("network", flying))
-    rows += _links(records, offsets_ns, first, last, in_unit.ns)
+    rows += _links(records, breakdown, first, last, in_unit.ns)
     used = {stretch.colour for row in rows for stretch in row.stretches}
     shown = [Key(text, colour, is_hollow=colour == WAIT) for text, colour in key if colour in used]
     see = f"Step {number} takes {duration((last - first) / 1e9)} from the first rank's start to the last one's end."
@@ -138,75 +142,18 @@ def _number(records: Sequence[Record]) -> int | None:
     return sorted(common_to_most, key=common_to_most.__getitem__)[(len(common_to_most) - 1) // 2]
 
 
-Meeting = tuple[str, str, int, int | None, int | None]
-"""Name, group, number and, of a send and its receive, from and to."""
-
-
-def _meeting(rank: int, operation: Operation) -> Meeting:
-    ends = {"send": (rank, operation.peer), "recv": (operation.peer, rank)}.get(operation.name, (None, None))
-    name = "send" if operation.name == "recv" else operation.name
-    return name, operation.group, operation.number, *ends
-
-
-def _turns(records: Sequence[Record], number: int, moved: Mapping[int, int]) -> dict[Meeting, int]:
-    """When the last rank of an operation issued it, on the first host's clock."""
-    found: dict[Meeting, int] = {}
-    for record in records:
-        rank = record.header.rank
-        for sample in record.samples:
-            if sample.step == number:
-                for each in sample.operations:
-                    meeting = _meeting(rank, each)
-                    found[meeting] = max(found.get(meeting, 0), each.issued_ns + moved[rank])
-    return found
-
-
-def _flight(
-    rank: int, sample: Sample, turns: Mapping[Meeting, int], shift: int
-) -> tuple[list[Interval], list[Interval]]:
-    """Wire and wait of a rank on the first host's clock, wire before wait."""
-    wire, waits = [], []
-    for each in sample.operations:
-        start, end = each.issued_ns + shift, each.ended_ns + shift
-        turn = min(end, max(start, turns[_meeting(rank, each)]))
-        waits.append((start, turn))
-        wire.append((turn, end))
-    on_wire = union(wire)
-    return on_wire, minus(union(waits), on_wire)
-
-
-def _thread(
-    step: Step, sample: Sample, colours: Mapping[str, str]
-) -> tuple[list[tuple[int, int, str]], list[Interval]]:
-    """What the thread does, by colour; and when it stands still: in marked waits, and in a backward pass that runs no operator
-    for a while."""
-    other = colours[OTHER]
-    pieces = [(step.start_ns, step.end_ns, other)]
-    pieces += [(span.start_ns, span.end_ns, colours.get(span.phase, other)) for span in step.spans]
-    still = [(each.start_ns, each.end_ns) for each in step.waits]
-    if sample.busy and sample.operations:
-        backward = union((span.start_ns, span.end_ns) for span in step.spans if span.phase == "backward")
-        still += [each for each in minus(backward, sample.busy) if each[1] - each[0] >= LEAST_NS]
-    return pieces, union(still)
-
-
-def _links(
-    records: Sequence[Record], offsets_ns: Mapping[str, tuple[float, float]], first: int, last: int, scale: float
-) -> list[Row]:
+def _links(records: Sequence[Record], breakdown: Breakdown, first: int, last: int, scale: float) -> list[Row]:
     """What each host's interfaces carry during the step."""
     rows: list[Row] = []
-    found = sorted(rates(records), key=lambda one: -(sum(one.rx) + sum(one.tx)))[:MOST_LINKS]
+    found = rates(records, breakdown)[:MOST_LINKS]
     several = len({each.host for each in found}) > 1
     for each in found:
-        zero = each.start_ns + offsets_ns.get(each.host, (0.0, 0.0))[0]
-        for way, values in (("in", each.rx), ("out", each.tx)):
-            highest = max(values)
+        for way, one in (("in", each.rx), ("out", each.tx)):
+            highest = max(rate for _, rate in one.points)
             stretches = []
-            for index, value in enumerate(values):
-                start = zero + (each.seconds[index - 1] if index else 0.0) * 1e9
-                end = zero + each.seconds[index] * 1e9
-                if end > first and start < last and value > 0:
-                    level = max(0.05, round(20 * value / highest) / 20)
+            for (start, end), rate in one.points:
+                if end > first and start < last and rate > 0:
+                    level = max(0.05, round(20 * rate / highest) / 20)
                     begin, until = max(start, first) - first, min(end, last) - first
                     stretches.append(Stretch(begin / scale, until / scale, LINK, level))
             if stretches:
@@ -215,8 +162,6 @@ def _links(
     return rows
 
 
-ENDS = ".rx_bytes"
+LAST_NS = 1 << 63
 MOST_POINTS, MOST_LINKS = 300, 4
 WIRE, WAIT, LINK, HALF = "series-1", "series-2", "series-5", 0.5
-LEAST_NS = 100_000
-"""As in docs/design/profile.md, "The division"."""

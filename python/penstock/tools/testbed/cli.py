@@ -15,10 +15,10 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
+from penstock import files
 from penstock.cluster import file as cluster_file
 from penstock.cluster.network import Cluster
 from penstock.errors import Config as ConfigError
-from penstock.runtime import files
 from penstock.tools.commands import Group
 from penstock.tools.testbed import carry, kept, topology
 from penstock.tools.testbed.bed import Bed, Loopback

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.runtime.files import write_whole
+from penstock.files import write_whole
 from penstock.training.tune.graphs import Graph, distance, least_distance
 from penstock.training.tune.space import Setting, with_new_names
 

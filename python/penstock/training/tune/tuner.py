@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.runtime.files import write_whole
+from penstock.files import write_whole
 from penstock.training.tune import session as sessions
 from penstock.training.tune.session import Options, Session
 from penstock.training.tune.space import Setting, Space, with_new_names

@@ -2,6 +2,6 @@
 
 - `site/sitecustomize.py`: waits for torch; `install`: the marks.
 - `recording`: a rank; `marks` (spans and steps) and `iterations` (where a step ends) know no torch.
-- `collectives`, `purposes`: calls of torch.distributed. `sampling`, `kineto`: torch's profiler.
+- `collectives`: calls of torch.distributed. `sampling`, `kineto`: torch's profiler.
 - `identity`, `writer`, `counters`: who this is, its file, and the process that reads the host's counters.
 """

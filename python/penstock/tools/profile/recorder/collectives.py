@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from penstock.tools.profile.recorder import purposes
-from penstock.tools.profile.recorder.kineto import Call, canonical
+from penstock.profiling import purposes
+from penstock.profiling.matching import canonical
+from penstock.tools.profile.recorder.kineto import Call
 from penstock.tools.profile.recorder.marks import Marks
 
 __all__ = ["Calls", "patch", "patch_functional"]

@@ -15,15 +15,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from penstock.profiling.matching import canonical
 from penstock.profiling.record import Interval, Operation, Sample
 
-__all__ = ["MOST_EVENTS", "Call", "Window", "canonical", "sample"]
+__all__ = ["MOST_EVENTS", "Call", "Window", "sample"]
 
 MOST_EVENTS = 100_000
 """Operators of a sample that are kept. A hundred thousand take 0.1 s to read."""
 
 _JOIN_NS = 10_000
-"""Operators with less between them count as one interval: a pause counts from 100 us on (docs/design/profile.md)."""
+"""Operators with less between them count as one interval: a pause counts from 100 us on (docs/design/profile-division.md)."""
 
 _COURSE = re.compile(r"^(?:gloo|penstock|mpi|ucc|xccl):(\w+)$")
 _WAITS = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "autograd::engine::evaluate_function")
@@ -66,38 +67,6 @@ class Window:
     hints: Sequence[Call] = ()
     """Groups that functional collectives looked up, in order; what they launch, no method of a group shows."""
     default: Call = field(default_factory=lambda: Call("", "", 0))
-
-
-_NAMES = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "sparse_all_reduce": "all_reduce",
-    "allgather": "all_gather",
-    "_allgather_base": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "all_gather_single": "all_gather",
-    "all_gather_single_coalesced": "all_gather",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter_single_coalesced": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "gather_single": "gather",
-    "gather_into_tensor": "gather",
-    "recv_anysource": "recv",
-    "recv_any_source": "recv",
-    "recvAnySource": "recv",
-    "monitored_barrier": "barrier",
-}
-
-
-def canonical(name: str) -> str:
-    """The name that an operation has in records, from a method's, an operator's or a backend's."""
-    name = name.removesuffix("_")
-    return _NAMES.get(name, name)
 
 
 @dataclass

@@ -83,8 +83,9 @@ class Writer:
         if self.is_broken or not self._waiting:
             return
         try:
-            self._open()
             while self._waiting:
+                # Each time: the rank may have learnt its number since the entry before.
+                self._open()
                 self._append(line(self._waiting.popleft()))
             if self._lost:
                 lost, self._lost = self._lost, 0

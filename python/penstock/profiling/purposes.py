@@ -1,4 +1,5 @@
-"""What communication is for, from the names of groups and from what the training thread does."""
+"""What communication is for, from the names of groups and from what the training thread does: the recorder and the readers of
+other tools' traces ask here."""
 
 from __future__ import annotations
 
@@ -8,19 +9,22 @@ __all__ = ["of_group", "of_operation"]
 
 _BY_NAME = (
     # Megatron's EMBEDDING_GROUP and POSITION_EMBEDDING_GROUP.
-    (re.compile(r"embed|(?:^|[\W_])embd"), "embedding sync"),
+    (re.compile(r"embed|(?<![a-z])embd"), "embedding sync"),
     (re.compile(r"expert_data|expert_dp"), "data-parallel sync"),
-    (re.compile(r"expert|(?:^|[\W_])(?:ep|moe)(?:$|[\W_\d])"), "expert"),
+    (re.compile(r"expert|(?<![a-z])(?:ep|moe)(?![a-z])"), "expert"),
     (
-        re.compile(r"(?:^|[\W_])(?:dp|ddp|fsdp|data|replicate|shard|zero)(?:$|[\W_\d])|data_?parallel"),
+        re.compile(r"(?<![a-z])(?:dp|ddp|fsdp|hsdp|data|replicate|shard|zero)(?![a-z])|data_?parallel"),
         "data-parallel sync",
     ),
-    (re.compile(r"tensor|(?:^|[\W_])tp(?:$|[\W_\d])"), "tensor"),
+    (re.compile(r"tensor|(?<![a-z])(?:tp|sp)(?![a-z])"), "tensor"),
 )
 
 
 def of_group(description: str) -> str:
-    """From torch's description of a group: a dimension of a DeviceMesh (``mesh_tp``), Megatron's names, or the user's."""
+    """From torch's description of a group: a dimension of a DeviceMesh (``mesh_tp``), Megatron's names, or the user's.
+
+    Nothing for a pipeline's group: there the direction tells.
+    """
     low = description.lower()
     return next((purpose for pattern, purpose in _BY_NAME if pattern.search(low)), "")
 
@@ -30,7 +34,7 @@ def of_operation(operation: str, phase: str, *, is_within: bool) -> str:
 
     Args:
         phase: what the thread did last in this step, ``forward``, ``backward`` or ``optimizer``; or nothing.
-        is_within: whether the backward pass runs still.
+        is_within: whether that pass runs still.
     """
     if operation == "all_to_all":
         return "expert"
@@ -39,5 +43,8 @@ def of_operation(operation: str, phase: str, *, is_within: bool) -> str:
         return "data-parallel sync"
     # FSDP gathers parameters for both passes.
     if operation == "all_gather" and (phase == "forward" or (phase == "backward" and is_within)):
+        return "data-parallel sync"
+    # DDP sends its buffers to all ranks as a forward pass begins.
+    if operation == "broadcast" and phase == "forward" and is_within:
         return "data-parallel sync"
     return ""
