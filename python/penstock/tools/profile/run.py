@@ -68,7 +68,7 @@ def started(arguments: Sequence[str]) -> list[str]:
     return list(arguments)
 
 
-def run(command: Sequence[str], folder: Path, settings: Mapping[str, str | int] | None = None) -> int:
+def run(command: Sequence[str], folder: Path, settings: Mapping[str, str | float] | None = None) -> int:
     """Run it to its end. Returns its exit code, as a shell says it.
 
     Args:
