@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from penstock.tools.bench import predictions
 from penstock.tools.bench.predictions import CHANGES, Outcome, drawn
-from penstock.tools.testbed import unavailable
+from penstock.tools.testbed.system import unavailable
 
 
 def test_pairs_are_drawn_from_their_seed() -> None:
