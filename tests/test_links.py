@@ -88,6 +88,7 @@ def test_wrong_calls_are_told(options: list[str], words: str, monkeypatch: pytes
 
 @needs_namespaces
 @pytest.mark.slow
+@pytest.mark.timed
 def test_a_testbeds_links_are_measured_and_planned(tmp_path: pathlib.Path) -> None:
     """Two racks with a slower link between, one host slower than the others: within 10 % of what they are, and `penstock plan`
     takes the file. Together the hosts of a rack get what the link between carries, so nothing is left to explain."""

@@ -455,7 +455,7 @@ FAULTS = {
         seed=4_000_000,
     ),
     "close-keeps-early-messages": EngineFault(
-        f"{_GROUPS}/channel.rs",
+        f"{_GROUPS}/channels.rs",
         "        common.forget_early(host, scope);\n",
         "",
         "a close keeps messages that came early for the channel",
@@ -469,7 +469,7 @@ FAULTS = {
         seed=4_000_000,
     ),
     "closed-channel-forgotten": EngineFault(
-        f"{_GROUPS}/channel.rs",
+        f"{_GROUPS}/channels.rs",
         "        self.closed.insert(u64::from(channel.0)..u64::from(channel.0) + 1);\n",
         "",
         "frames of a channel that was closed here wait for its opening",

@@ -101,7 +101,7 @@ fn a_chain_of_aggregators() {
         vec![Node::Aggregator { endpoint: Endpoint(number), is_full: true, children }]
     });
     let tree = Tree { children: chain };
-    let scenario = Scenario { tree, blocks: 200, window: 64, jitter: 0, ..quiet(Shape::Direct, 12) };
+    let scenario = Scenario { tree, blocks: 200, window: 64, jitter: 0, ..quiet(Shape::Direct, 8) };
     let outcome = check(&scenario);
     let data = in_all(200) * (2 * 8 + 2 * 5);
     assert!((data..data + data / 4).contains(&outcome.packets), "{} packets for {data}", outcome.packets);
@@ -116,15 +116,15 @@ fn trees_that_cannot_be() {
         children: workers.map(Node::Worker).collect(),
     };
     let refused = |children: Vec<Node>| {
-        let scenario = Scenario { tree: Tree { children }, ..quiet(Shape::Direct, 12) };
+        let scenario = Scenario { tree: Tree { children }, ..quiet(Shape::Direct, 4) };
         scenario.run().failure.expect("it cannot run")
     };
     assert!(refused(Vec::new()).contains("without children"));
     assert!(refused(vec![rack(0, 0..3)]).contains("the job 4"));
     assert!(refused(vec![rack(0, 0..2), rack(0, 2..4)]).contains("aggregator 0 stands twice"));
     assert!(refused(vec![rack(5000, 0..4)]).contains("4096 or more"));
-    assert!(Scenario { workers: 0, ..quiet(Shape::Direct, 12) }.run().failure.is_some());
-    assert!(Scenario { tree: Shape::Direct.tree(64), workers: 64, ..quiet(Shape::Direct, 12) }.check().is_ok());
+    assert!(Scenario { workers: 0, ..quiet(Shape::Direct, 1) }.run().failure.is_some());
+    assert!(Scenario { tree: Shape::Direct.tree(64), workers: 64, ..quiet(Shape::Direct, 1) }.check().is_ok());
     let refused = quiet(Shape::Star, 65).check().expect_err("a packet has 64 bits for children");
     assert!(refused.contains("65 children; at most 64"), "{refused}");
     assert!(quiet(Shape::Rows, 4096).check().is_ok());
