@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -159,7 +160,7 @@ def _profiled(pair: Pair, settings: dict[str, str | float], steps: int, timeout_
     train = [sys.executable, "-m", "penstock.workloads.transformer", pair.model, "--batch", str(pair.batch)]
     train += ["--steps", str(steps), "--backend", pair.backend, "--seed", str(pair.seed)]
     with tempfile.TemporaryDirectory() as folder:
-        code = run.run([*bed, "--", *train], Path(folder), settings)
+        code = run.run([*bed, "--", *train], Path(folder), settings, stdout=subprocess.DEVNULL)
         if code != 0:
             raise BenchError(f"the training of pair {pair.seed} ended with status {code}")
         try:
