@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.profiling.breakdown import Breakdown
 from penstock.profiling.causes import Cause, find
@@ -28,11 +28,20 @@ class Advice:
         return next((each for each in self.predictions if each.settings), None)
 
 
-def advise(records: Sequence[Record], breakdown: Breakdown) -> Advice:
-    """Causes and predictions. Cost: a second for 10^5 operations."""
+def advise(records: Sequence[Record], breakdown: Breakdown, *, everything: bool = False) -> Advice:
+    """Causes and predictions. Cost: a second for 10^5 operations.
+
+    Args:
+        everything: also predictions of changes that are not worth it.
+    """
     causes = find(records, breakdown)
     predictions = predict(records, network_of(records, breakdown, causes))
-    return Advice(tuple(causes), tuple(each for each in predictions if each.gain >= 1 + LEAST_GAIN))
+    shares = [share for share in breakdown.shares if share.steps]
+    if shares:
+        # A sampled step is longer than others, by what sampling costs; the ratio is the same.
+        step_ns = sum(share.step_ns for share in shares) / len(shares)
+        predictions = [replace(each, before_ns=step_ns, after_ns=step_ns / each.gain) for each in predictions]
+    return Advice(tuple(causes), tuple(each for each in predictions if everything or each.gain >= 1 + LEAST_GAIN))
 
 
 def network_of(records: Sequence[Record], breakdown: Breakdown, causes: Sequence[Cause]) -> Network:

@@ -49,7 +49,7 @@ class Prediction:
     """How wrong `after_ns` may be, as a part of it."""
     because: str
     """The numbers that it follows from."""
-    settings: Mapping[str, str | int] = field(default_factory=dict)
+    settings: Mapping[str, str | float] = field(default_factory=dict)
     """The same change for `penstock profile --apply`: settings of Penstock, and what `recorder/changes.py` knows. Empty if it
     cannot be made without touching the script."""
 
@@ -84,7 +84,7 @@ def predict(records: Sequence[Record], network: Network | None = None) -> list[P
         how: str,
         changed: Callable[[Model, Wire], float],
         because: str = told,
-        settings: Mapping[str, str | int] | None = None,
+        settings: Mapping[str, str | float] | None = None,
     ) -> None:
         ratios, errors = [], []
         for model in found:

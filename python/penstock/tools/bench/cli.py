@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import click
 
-from penstock.tools.bench import endpoints, figures, pauses, plans, readiness, sweep, threads, training, tuner, urgency
+from penstock.tools.bench import (
+    endpoints,
+    figures,
+    pauses,
+    plans,
+    predictions,
+    readiness,
+    sweep,
+    threads,
+    training,
+    tuner,
+    urgency,
+)
 from penstock.tools.bench.aggregated import command as aggregated
 from penstock.tools.bench.collectives import COLLECTIVES
 from penstock.tools.commands import Group
@@ -40,5 +52,6 @@ for _name, _subject in {
     "endpoints": endpoints,
     "aggregated": aggregated,
     "plan": plans,
+    "predictions": predictions,
 }.items():
     command.add_command(_subject.command, _name)

@@ -68,11 +68,18 @@ def started(arguments: Sequence[str]) -> list[str]:
     return list(arguments)
 
 
-def run(command: Sequence[str], folder: Path, settings: Mapping[str, str | int] | None = None) -> int:
+def run(
+    command: Sequence[str],
+    folder: Path,
+    settings: Mapping[str, str | float] | None = None,
+    *,
+    stdout: int | None = None,
+) -> int:
     """Run it to its end. Returns its exit code, as a shell says it.
 
     Args:
         settings: of `predict.Prediction`: variables of Penstock, and changes that the recorder makes.
+        stdout: of the command, as for `subprocess.Popen`.
     """
     env = dict(os.environ, PENSTOCK_PROFILE=str(folder))
     if settings:
@@ -82,7 +89,7 @@ def run(command: Sequence[str], folder: Path, settings: Mapping[str, str | int] 
     env.pop("PENSTOCK_PROFILED", None)
     # Kineto tells on stderr of each start and stop.
     env.setdefault("KINETO_LOG_LEVEL", "99")
-    with subprocess.Popen(command, env=env) as child:
+    with subprocess.Popen(command, env=env, stdout=stdout) as child:
         # A Ctrl-C reaches the script, too; a SIGTERM is handed on.
         before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
         try:

@@ -1,0 +1,197 @@
+"""``penstock bench predictions``: how far off what `penstock profile` says that a change would bring is.
+
+Each pair profiles a training on emulated hosts, notes what is predicted of one change, makes the change, and profiles again.
+Models, batches, rates and changes are drawn from a seed. The target: half of the pairs within 5 %, 95 of 100 within 15 %.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import click
+
+from penstock.errors import PenstockError
+from penstock.profiling.record import Record
+from penstock.reports import Column, Line, Table
+from penstock.tools.bench import machine
+from penstock.tools.bench.launcher import BenchError
+from penstock.tools.bench.options import check_files
+from penstock.tools.bench.output import reporting_errors, result_console, say, write_json
+
+CHANGES = ("twice the link", "float16", "larger buckets", "penstock")
+TARGET_MEDIAN, TARGET_MOST = 0.05, 0.15
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A training, and what changes."""
+
+    seed: int
+    change: str
+    """One of `CHANGES`."""
+    model: str
+    batch: int
+    rate_mbit: float
+    flow_mbit: float
+    """0: no cap."""
+    bucket_mb: float
+    backend: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a pair. Times are means over steps and ranks, in ms."""
+
+    pair: Pair
+    before_ms: float
+    predicted_ms: float
+    stated_error: float
+    after_ms: float
+
+    @property
+    def miss(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted_ms / self.after_ms - 1
+
+
+def drawn(seed: int) -> Pair:
+    """The pair of a seed."""
+    draw = random.Random(f"prediction {seed}")
+    change = CHANGES[seed % len(CHANGES)]
+    rate = draw.choice([100.0, 200.0, 400.0, 800.0])
+    flow = rate / draw.choice([2, 4, 8]) if change == "penstock" else 0.0
+    return Pair(
+        seed,
+        change,
+        draw.choice(["gpt2-tiny", "gpt2-small"]),
+        draw.choice([4, 8, 16]),
+        rate,
+        flow,
+        draw.choice([0.25, 0.5]) if change == "larger buckets" else draw.choice([1.0, 5.0, 25.0]),
+        "gloo" if change == "penstock" else draw.choice(["penstock", "penstock", "gloo"]),
+    )
+
+
+@click.command()
+@click.option("--pairs", type=click.IntRange(1), default=60, show_default=True)
+@click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first pair's seed.")
+@click.option("--steps", type=click.IntRange(12), default=20, show_default=True, help="Of each training.")
+@click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds of one training.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
+def command(pairs: int, first: int, steps: int, timeout: float, json_path: str | None) -> None:
+    """Measure how far off predictions of `penstock profile` are: each is made before the run that it is about.
+
+    Needs root, for emulated hosts. A pair takes 20 s or so.
+    """
+    check_files(json_path=json_path, report_path=None)
+    outcomes: list[Outcome] = []
+    with reporting_errors():
+        description = machine.describe()
+        for seed in range(first, first + pairs):
+            pair = drawn(seed)
+            found = measure(pair, steps=steps, timeout_s=timeout)
+            if found is None:
+                say(f"{seed}: {pair.change}: nothing was predicted")
+                continue
+            outcomes.append(found)
+            say(f"{seed}: {pair.change}, {pair.model}, {pair.rate_mbit:g} Mbit/s: {found.miss:+.1%}")
+            write_json(json_path, description, [{**asdict(each), "miss": each.miss} for each in outcomes])
+    if not outcomes:
+        raise click.ClickException("nothing was predicted of any pair")
+    result_console().print(table(outcomes).for_terminal())
+
+
+def measure(pair: Pair, *, steps: int, timeout_s: float) -> Outcome | None:
+    """Run a pair; None if the profile says nothing of its change.
+
+    Raises:
+        BenchError: a training failed.
+    """
+    from penstock.profiling.advice import advise
+    from penstock.profiling.divide import divide
+
+    changed, named, settings = _change(pair)
+    before = _profiled(pair, {"bucket_cap_mb": pair.bucket_mb}, steps, timeout_s)
+    breakdown = divide(before)
+    advice = advise(before, breakdown, everything=True)
+    told = next((each for each in advice.predictions if named(each.change)), None)
+    if told is None:
+        return None
+    after = divide(_profiled(changed, {"bucket_cap_mb": pair.bucket_mb, **settings}, steps, timeout_s))
+    step_ms = [statistics.fmean(share.step_ns for share in each.shares) / 1e6 for each in (breakdown, after)]
+    return Outcome(pair, step_ms[0], step_ms[0] * told.after_ns / told.before_ns, told.error, step_ms[1])
+
+
+def _change(pair: Pair) -> tuple[Pair, Callable[[str], bool], dict[str, str | float]]:
+    """The changed training, which prediction is about it, and settings of `recorder/changes.py`."""
+    if pair.change == "twice the link":
+        return replace(pair, rate_mbit=2 * pair.rate_mbit), lambda change: change == pair.change, {}
+    if pair.change == "float16":
+        return pair, lambda change: "float16" in change, {"comm_hook": "float16"}
+    if pair.change == "larger buckets":
+        return pair, lambda change: change.startswith("buckets of 4 MiB"), {"bucket_cap_mb": 4}
+    return replace(pair, backend="penstock"), lambda change: change == "the penstock backend", {}
+
+
+def _profiled(pair: Pair, settings: dict[str, str | float], steps: int, timeout_s: float) -> list[Record]:
+    from penstock.profiling.readers import load
+    from penstock.tools.profile import run
+
+    bed = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "testbed",
+        "run",
+        "--quiet",
+        "--hosts",
+        "2",
+        "--rate",
+        f"{pair.rate_mbit:g}",
+    ]
+    bed += ["--timeout", f"{timeout_s:g}", *(["--flow", f"{pair.flow_mbit:g}"] if pair.flow_mbit else [])]
+    train = [sys.executable, "-m", "penstock.workloads.transformer", pair.model, "--batch", str(pair.batch)]
+    train += ["--steps", str(steps), "--backend", pair.backend, "--seed", str(pair.seed)]
+    with tempfile.TemporaryDirectory() as folder:
+        code = run.run([*bed, "--", *train], Path(folder), settings, stdout=subprocess.DEVNULL)
+        if code != 0:
+            raise BenchError(f"the training of pair {pair.seed} ended with status {code}")
+        try:
+            records = load(Path(folder))
+        except PenstockError as error:
+            raise BenchError(f"pair {pair.seed} recorded nothing: {error}") from error
+        assert isinstance(records, list), "a folder of ours has records"
+        return records
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """By change, and all."""
+    lines = [_line(change, [one for one in outcomes if one.pair.change == change]) for change in CHANGES]
+    lines.append(_line("all", outcomes))
+    columns = [
+        Column("change", is_text=True),
+        Column("pairs"),
+        Column("median miss"),
+        Column("95 of 100 within"),
+        Column("largest"),
+        Column("within what was stated"),
+    ]
+    note = f"Targets: {TARGET_MEDIAN:.0%} and {TARGET_MOST:.0%}."
+    return Table("Predicted beside measured", columns, [line for line in lines if line], note=note)
+
+
+def _line(name: str, outcomes: Sequence[Outcome]) -> Line | None:
+    if not outcomes:
+        return None
+    misses = sorted(abs(one.miss) for one in outcomes)
+    most = misses[min(len(misses) - 1, int(0.95 * len(misses)))]
+    stated = sum(abs(one.miss) <= one.stated_error for one in outcomes)
+    cells = [f"{statistics.median(misses):.1%}", f"{most:.1%}", f"{misses[-1]:.1%}", f"{stated} of {len(outcomes)}"]
+    return Line([name, str(len(outcomes)), *cells], kind="best" if name == "all" else "plain")

@@ -1,0 +1,40 @@
+"""`penstock bench predictions`: what is drawn, what its table says, and a pair of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from penstock.tools.bench import predictions
+from penstock.tools.bench.predictions import CHANGES, Outcome, drawn
+from penstock.tools.testbed.system import unavailable
+
+
+def test_pairs_are_drawn_from_their_seed() -> None:
+    """All changes by turns; a cap of flows only where it is the point."""
+    pairs = [drawn(seed) for seed in range(60)]
+    assert pairs == [drawn(seed) for seed in range(60)]
+    assert [pair.change for pair in pairs[:4]] == list(CHANGES) and len(set(pairs)) == 60
+    assert all((pair.flow_mbit > 0) == (pair.backend == "gloo" and pair.change == "penstock") for pair in pairs)
+
+
+def test_the_table_counts_misses() -> None:
+    """Of predicted over measured; and how many lie within what was stated."""
+    outcomes = [
+        Outcome(drawn(4 * number), 200.0, 100.0 + miss, 0.03, 100.0) for number, miss in enumerate((1, -2, 4, 20))
+    ]
+    twice, everything = predictions.table(outcomes).lines
+    assert twice.cells == ["twice the link", "4", "3.0%", "20.0%", "20.0%", "2 of 4"]
+    assert everything.cells == ["all", *twice.cells[1:]]
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=f"no emulated hosts here: {unavailable()}")
+@pytest.mark.usefixtures("forks")
+def test_a_pair_runs(tmp_path: Path) -> None:
+    """Predicted before the second run, which has twice the link."""
+    path = tmp_path / "pairs.json"
+    done = CliRunner().invoke(predictions.command, ["--pairs", "1", "--steps", "18", "--json", str(path)])
+    assert done.exit_code == 0, done.output
+    assert "twice the link" in done.output and '"miss"' in path.read_text()
