@@ -607,3 +607,13 @@ def test_no_record_that_can_be_read_makes_it_fail(seed: int) -> None:
     hosts. Nothing is raised, and the sum holds."""
     for share in divide(wild(seed)).shares:
         assert sums_up(share)
+
+
+def test_two_jobs_in_one_folder_are_told() -> None:
+    """Ranks that were started by different launchers at the same time do not belong together."""
+    records = data_parallel(2)
+    for record, job in zip(records, ("a:29500", "b:29501"), strict=True):
+        record.header.about["job"] = job
+    assert any("of several jobs" in text for text in divide(records).problems)
+    records[1].header.about["job"] = "a:29500"
+    assert not any("of several jobs" in text for text in divide(records).problems)

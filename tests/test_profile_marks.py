@@ -274,3 +274,40 @@ def test_a_rank_that_learns_its_number_late(tmp_path: Any) -> None:
     writer.close()
     found = [read(tmp_path / f"rank-{number}.jsonl") for number in (0, 1)]
     assert [[event.kind for event in record.events] for record in found] == [["fork"], ["end"]]
+
+
+def test_a_step_with_too_many_marks_goes_on() -> None:
+    """Attacks on a model in evaluation mode, say, without an optimizer: what finds no room is left out and counted."""
+    made = Marks(0, Usage())
+    for at in range(0, 20 * marks.MOST_MARKS, 20):
+        made.evaluation(at, at + 5, with_gradients=True)
+        made.enter("backward", at + 10)
+        made.leave("backward", at + 15)
+    step, left_out = made.end_step(20 * marks.MOST_MARKS, Usage())
+    assert len(step.spans) == marks.MOST_MARKS and left_out > 0
+    assert {span.phase for span in step.spans} == {"forward", "backward"}
+
+
+def test_an_optimizer_of_an_inner_loop_ends_no_iteration() -> None:
+    """A new one in each iteration steps five times, and the outer one once: after some, iterations are the outer one's."""
+
+    class Optimizer:
+        pass
+
+    ends, outer = Iterations(), Optimizer()
+    ended_by: list[str] = []
+    for _ in range(60):
+        inner = Optimizer()
+        ended_by += ["inner" for _ in range(5) if ends.stepped(inner)]
+        ended_by += ["outer"] * ends.stepped(outer)
+    assert ended_by == ["inner"] * 5 + ["outer"] * (60 - 15)
+
+
+def test_a_wrapper_with_slots_is_an_optimizer() -> None:
+    """To which there is no weak reference."""
+
+    class Wrapper:
+        __slots__ = ()
+
+    ends, wrapper = Iterations(), Wrapper()
+    assert [ends.stepped(wrapper) for _ in range(3)] == [True] * 3

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
-from penstock.profiling.predict import Network, predict
+from penstock.profiling.predict import Network, Prediction, predict
 from penstock.profiling.record import Header, Operation, Record, Sample, Span, Step, Wait
 from penstock.profiling.replay import Move, Wire, evened, merged, models, run, wires
 
@@ -238,6 +240,64 @@ def test_nothing_is_predicted_without_samples() -> None:
     for record in records:
         record.samples.clear()
     assert predict(records) == [] and predict([]) == []
+
+
+def test_larger_buckets_where_each_is_waited_for() -> None:
+    """One operation a parameter, each waited for where it is issued, is one bucket then, and is waited for once."""
+    world = World((5_000_000,) * 2, ((2_000_000, 10_000),) * 10, 1_000_000, 1.0, blocking=True)
+    [model] = models(world.records())
+    one = replace(world, layers=((20_000_000, 100_000),))
+    assert run(merged(model, 1e9), takes(world)) == pytest.approx(one.step_ns(), rel=2e-3)
+    told = {each.change: each for each in predict(world.records())}["buckets of 4 MiB and more"]
+    assert one.step_ns() * 0.99 < told.after_ns < told.before_ns
+
+
+def test_a_model_in_which_ranks_wait_for_each_other_takes_for_ever() -> None:
+    """It tells nothing, rather than that the step would end where they stand."""
+    [model] = models(World((10**6,) * 2, ((10**6, 10**6),) * 2, 0, 1.0).records())
+    first, second = (next(act for act in model.acts[0] if act.is_issue and act.move == at) for at in (0, 1))
+    wait = first._replace(is_issue=False, compute_ns=0.0)
+    acts = {0: (wait, first, second), 1: model.acts[1]}
+    assert run(replace(model, acts=acts), lambda _: 1.0) == float("inf")
+
+
+def test_ten_thousand_operations_in_a_step() -> None:
+    """Take less than ten times what a thousand take, and some: no part is quadratic."""
+    took = []
+    for count in (1_000, 10_000):
+        records = World((10**6,) * 2, ((10**4, 10**4),) * count, 1000, 1.0, blocking=True).records()
+        began = time.process_time()
+        [model] = models(records)
+        assert run(model, lambda _: 1000.0) > 0
+        took.append(time.process_time() - began)
+    assert took[1] < 30 * took[0], took
+
+
+def test_what_cannot_be_gained_is_not_told() -> None:
+    """Gradients that have two bytes already, what FSDP gathers and scatters, buckets smaller than they are, and more streams than
+    there may be."""
+    layers = (*((2_000_000, 9_000_000),) * 5, (2_000_000, 500_000))
+    world = World((5_000_000,) * 4, layers, 400_000, 8.0, blocking=True)
+    plain = {each.change: each for each in predict(world.records())}
+    assert plain["gradients as float16 on the wire"].gain > 1.3 and plain["gradients summed in the network"].gain > 1.2
+    assert "buckets of 4 MiB and more" not in plain and "buckets of 25 MiB and more" in plain
+
+    def other(**changes: Any) -> dict[str, Prediction]:
+        records = world.records()
+        for record in records:
+            [sample] = record.samples
+            operations = tuple(replace(one, **changes) for one in sample.operations)
+            record.samples[0] = replace(sample, operations=operations)
+        return {each.change: each for each in predict(records)}
+
+    for changes in ({"element_bytes": 2}, {"name": "all_gather"}, {"name": "reduce_scatter"}):
+        assert other(**changes)["gradients as float16 on the wire"].gain == pytest.approx(1)
+    assert (
+        other(element_bytes=8)["gradients as float16 on the wire"].gain > plain["gradients as float16 on the wire"].gain
+    )
+    assert "gradients summed in the network" not in other(name="all_gather")
+    many = predict(world.records(), Network(link_bytes_s=5e9, flow_bytes_s=125e6 / 4, streams=4, backend="penstock"))
+    assert "64 streams" in [each.change for each in many]
 
 
 PURPOSE = "data-parallel sync"

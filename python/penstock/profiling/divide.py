@@ -341,6 +341,11 @@ def _about_ranks(ranks: list[Record]) -> list[str]:
         )
     if len({record.header.world for record in ranks}) > 1:
         problems.append("the records are of jobs of several sizes: are they of one run?")
+    if len({record.header.about.get("job") for record in ranks} - {None, ""}) > 1:
+        problems.append(
+            "the records are of several jobs, which wrote into one folder at the same time: ranks do not belong together. "
+            "Give each job an --output of its own"
+        )
     numbers = {record.header.rank: {step.number for step in record.steps} for record in ranks if record.steps}
     most = max((len(each) for each in numbers.values()), default=0)
     short = {rank: len(each) for rank, each in numbers.items() if len(each) < most}

@@ -6,6 +6,7 @@ that it was made of, and how far its wire is from their operations.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from penstock.profiling.replay import Model, Move, Wire, evened, merged, models,
 __all__ = ["Network", "Prediction", "predict"]
 
 SYNC = "data-parallel sync"
+MOST_STREAMS = 64
+"""That PENSTOCK_STREAMS takes."""
 SHARE = 0.95
 """Of a link's payload that penstock reaches (docs/benchmarks)."""
 
@@ -67,7 +70,8 @@ def predict(records: Sequence[Record], network: Network | None = None) -> list[P
     found = models(records)
     network = network or Network()
     possible = wires(found, network.link_bytes_s)
-    if not possible:
+    found = [model for model in found if all(math.isfinite(run(model, wire.takes)) for wire in possible)]
+    if not possible or not found:
         return []
     if network.flow_bytes_s:
         # The flows always had something to send, so it was bytes that took the time.
@@ -93,6 +97,8 @@ def predict(records: Sequence[Record], network: Network | None = None) -> list[P
                 ratios.append(changed(model, wire) / now if now else 1.0)
                 errors.append(abs(now / model.measured_ns - 1) if model.measured_ns else 0.0)
         ratio = statistics.fmean(ratios)
+        if not math.isfinite(ratio):
+            return
         error = statistics.fmean(errors) + statistics.pstdev(ratios) / ratio if ratio else 0.0
         made.append(Prediction(change, how, before, before * ratio, error, because, settings or {}))
 
@@ -109,10 +115,15 @@ def predict(records: Sequence[Record], network: Network | None = None) -> list[P
     add(
         "gradients as float16 on the wire",
         "model.register_comm_hook(None, fp16_compress_hook) of DDP; or GradientReducer(model, wire=torch.float16)",
-        smaller(lambda move: 0.5 if move.purpose == SYNC else 1.0),
+        smaller(lambda move: 2 / max(2, move.element_bytes or 4) if _is_of_gradients(move) else 1.0),
         settings={"comm_hook": "float16"},
     )
     for size in (4 << 20, 25 << 20, 100 << 20):
+        # The setting would split what is larger, and what that brings is not known.
+        if any(
+            _is_of_gradients(move) and move.bytes > size * _factor(model) for model in found for move in model.moves
+        ):
+            continue
         add(
             f"buckets of {size >> 20} MiB and more",
             f"DistributedDataParallel(model, bucket_cap_mb={size >> 20}), or bucket_bytes={size} of ddp_hook and GradientReducer",
@@ -121,12 +132,12 @@ def predict(records: Sequence[Record], network: Network | None = None) -> list[P
         )
     add("no straggler", "", lambda model, wire: run(evened(model), wire.takes), "all ranks do what the median one does")
     sync = [move for model in found for move in model.moves if move.purpose == SYNC]
-    among = max((len(move.ranks) for move in sync), default=1)
+    among = max((len(move.ranks) for move in sync if _is_of_gradients(move)), default=1)
     if among > 2:
         add(
             "gradients summed in the network",
             "penstock plan cluster.yaml -o deployment.yaml, then PENSTOCK_DEPLOYMENT=deployment.yaml",
-            smaller(lambda move: 1 / _times(move) if move.purpose == SYNC else 1.0),
+            smaller(lambda move: 1 / _times(move) if _is_of_gradients(move) else 1.0),
             f"{told}; a rank sends each byte once instead of {2 * (among - 1) / among:.2f} times",
         )
     link, flow = network.link_bytes_s, network.flow_bytes_s
@@ -139,16 +150,21 @@ def predict(records: Sequence[Record], network: Network | None = None) -> list[P
             {"backend": "penstock"},
         )
     elif 0 < flow * network.streams < link and 0 < rate <= 1.1 * flow * network.streams:
-        wanted = -(-link // flow)
+        wanted = min(MOST_STREAMS, -(-link // flow))
         add(
             f"{wanted:.0f} streams",
             f"PENSTOCK_STREAMS={wanted:.0f}",
-            faster(link / (flow * network.streams)),
+            faster(max(1.0, min(link, wanted * flow) / (flow * network.streams))),
             f"{told}; {network.streams} flows of {_rate(flow)} on a link of {_rate(link)}",
             {"PENSTOCK_STREAMS": f"{wanted:.0f}"},
         )
     # What is sure to help comes before what may help more.
     return sorted(made, key=lambda each: each.after_ns * (1 + each.error))
+
+
+def _is_of_gradients(move: Move) -> bool:
+    """What DDP and GradientReducer sum. FSDP gathers parameters and scatters sums, for which it has settings of its own."""
+    return move.purpose == SYNC and move.operation.rpartition(":")[2].lower().replace("_", "").startswith("allreduce")
 
 
 def _times(move: Move) -> float:
@@ -159,7 +175,7 @@ def _times(move: Move) -> float:
 
 def _factor(model: Model) -> float:
     """Bytes on the wire for one of a bucket."""
-    return max((_times(move) for move in model.moves if move.purpose == SYNC), default=1.0)
+    return max((_times(move) for move in model.moves if _is_of_gradients(move)), default=1.0)
 
 
 def _rate(bytes_s: float) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -110,6 +110,8 @@ class Operation:
     """Of a send or receive: the other rank, in the whole job."""
     purpose: str = ""
     """One of `breakdown.PURPOSES`, if the recorder could tell."""
+    element_bytes: int = 0
+    """Of a number in it; 0 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +312,7 @@ def _step(given: dict[str, Any]) -> Step:
 
 
 def _operation(given: Any) -> Operation:
-    name, group, number, issued, ended, length, ranks, peer, purpose = given
+    name, group, number, issued, ended, length, ranks, peer, purpose, *more = given
     return Operation(
         _text(name),
         _text(group),
@@ -320,6 +322,7 @@ def _operation(given: Any) -> Operation:
         _count(ranks),
         None if peer is None else _count(peer),
         _text(purpose),
+        _count(more[0]) if more else 0,
     )
 
 
@@ -377,10 +380,7 @@ _WRITERS: dict[type, Callable[[Any], dict[str, Any]]] = {
     Sample: lambda sample: {
         "sample": sample.step,
         "busy": [list(each) for each in sample.busy],
-        "operations": [
-            [one.name, one.group, one.number, one.issued_ns, one.ended_ns, one.bytes, one.ranks, one.peer, one.purpose]
-            for one in sample.operations
-        ],
+        "operations": [[getattr(one, each.name) for each in fields(Operation)] for one in sample.operations],
         "dropped": sample.dropped,
     },
     Readings: lambda readings: {"readings": readings.time_ns, "values": readings.values},

@@ -14,6 +14,8 @@ What the model does not know: computing that becomes slower while bytes move (fe
 
 from __future__ import annotations
 
+import bisect
+import heapq
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,6 +45,8 @@ class Move(NamedTuple):
     """Moves of one lane take turns: ``()`` for all collectives, the two ranks for sends."""
     operation: str
     group: str
+    element_bytes: int = 0
+    """0: unknown."""
 
 
 class Act(NamedTuple):
@@ -144,35 +148,42 @@ def run(model: Model, takes: Callable[[Move], float]) -> float:
 
     Args:
         takes: how long a move is on the wire, in ns.
+
+    Returns: infinity where ranks would wait for each other.
     """
     now = dict(model.starts_ns)
     at = dict.fromkeys(model.acts, 0)
     issued: list[dict[int, float]] = [{} for _ in model.moves]
     ends: list[float | None] = [None] * len(model.moves)
     free: dict[tuple[int, ...], float] = {}
+    going = list(model.acts)
+    standing_for: dict[int, list[int]] = {}
+    ready: list[tuple[float, int]] = []
     while True:
-        for rank, acts in model.acts.items():
+        for rank in going:
+            acts = model.acts[rank]
             while at[rank] < len(acts):
                 act = acts[at[rank]]
                 if act.move is not None and not act.is_issue and ends[act.move] is None:
+                    standing_for.setdefault(act.move, []).append(rank)
                     break
                 now[rank] += act.compute_ns
                 if act.move is not None and act.is_issue:
                     issued[act.move][rank] = now[rank]
+                    if len(issued[act.move]) == len(model.moves[act.move].ranks):
+                        heapq.heappush(ready, (max(issued[act.move].values()), act.move))
                 elif act.move is not None:
                     now[rank] = max(now[rank], ends[act.move] or 0.0)
                 at[rank] += 1
         # All stand still: nothing is issued before the first of what is ready has ended, so that one is the next.
-        ready = [
-            (max(issued[number].values()), number)
-            for number, move in enumerate(model.moves)
-            if ends[number] is None and len(issued[number]) == len(move.ranks)
-        ]
         if not ready:
             break
-        when, number = min(ready)
+        when, number = heapq.heappop(ready)
         move = model.moves[number]
+        going = standing_for.pop(number, [])
         ends[number] = free[move.lane] = max(when, free.get(move.lane, when)) + takes(move)
+    if any(at[rank] < len(acts) for rank, acts in model.acts.items()):
+        return math.inf
     return statistics.fmean(now[rank] - start for rank, start in model.starts_ns.items())
 
 
@@ -188,7 +199,7 @@ def _moves(met: Iterable[Meeting]) -> tuple[tuple[Move, ...], dict[int, dict[int
         lane = tuple(sorted(ranks)) if meeting.kind is Kind.SEND else ()
         for rank, one in meeting.parts:
             move_of.setdefault(rank, {})[id(one)] = len(moves)
-        moves.append(Move(ranks, nbytes, purpose, lane, operation.name, operation.group))
+        moves.append(Move(ranks, nbytes, purpose, lane, operation.name, operation.group, operation.element_bytes))
     return tuple(moves), move_of
 
 
@@ -207,27 +218,30 @@ def _acts(
     events: list[tuple[int, int, int, bool]] = []
     stood = union((start, end, None) for start, end, _, _ in waiting)
     for one in operations:
-        inside = [start for start, end, _ in stood if start < one.issued_ns <= end]
-        at = min(max(inside[0] if inside else one.issued_ns, step.start_ns), step.end_ns)
+        before = bisect.bisect_left(stood, one.issued_ns, key=lambda piece: piece[0]) - 1
+        is_inside = before >= 0 and one.issued_ns <= stood[before][1]
+        at = min(max(stood[before][0] if is_inside else one.issued_ns, step.start_ns), step.end_ns)
         events.append((at, at, move_of[id(one)], True))
+    by_end = sorted(operations, key=lambda one: one.ended_ns)
     for start, end, name, group in sorted(waiting):
-        ended = [one for one in operations if start < one.ended_ns <= end + SLACK_NS and one.issued_ns < end]
+        first = bisect.bisect_right(by_end, start, key=lambda one: one.ended_ns)
+        until = bisect.bisect_right(by_end, end + SLACK_NS, key=lambda one: one.ended_ns)
+        ended = [one for one in by_end[first:until] if one.issued_ns < end]
         if not ended:
             # Or its end was noted late: a backend's thread may lose its processor just then.
-            latest = end + (end - start) // LATE
-            late = [one for one in operations if one.issued_ns < end < one.ended_ns <= latest]
-            ended = sorted(late, key=lambda one: one.ended_ns)[:1]
+            after = bisect.bisect_right(by_end, end + (end - start) // LATE, key=lambda one: one.ended_ns)
+            ended = [one for one in by_end[until:after] if one.issued_ns < end][:1]
         named = [one for one in ended if kind(one.name) is kind(name) and one.group == group] if name else []
         last = max(named or ended, key=lambda one: one.ended_ns, default=None)
         if last is not None:
             events.append((start, min(last.ended_ns, end), move_of[id(last)], False))
     events.sort(key=lambda event: (event[0], not event[3]))
     acts: list[Act] = []
-    until = step.start_ns
+    done_ns = step.start_ns
     for start, end, move, is_issue in events:
-        acts.append(Act(max(0, start - until), move, is_issue))
-        until = max(until, end)
-    acts.append(Act(max(0, step.end_ns - until), None, False))
+        acts.append(Act(max(0, start - done_ns), move, is_issue))
+        done_ns = max(done_ns, end)
+    acts.append(Act(max(0, step.end_ns - done_ns), None, False))
     return tuple(acts)
 
 
@@ -288,7 +302,7 @@ def _squares(points: Sequence[tuple[float, float]]) -> Iterable[list[tuple[float
 
 def merged(model: Model, least_bytes: float, purpose: str = "data-parallel sync") -> Model:
     """With buckets of so many bytes on the wire: moves of a purpose and group that follow each other are one, which is issued
-    with its last part; whoever waits for a part waits for it."""
+    with its last part; whoever waits for a part waits for it, once it is issued."""
     into: dict[int, int] = {}
     moves: list[Move] = []
     open_at: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -314,11 +328,17 @@ def merged(model: Model, least_bytes: float, purpose: str = "data-parallel sync"
     for rank, own in model.acts.items():
         made: list[Act] = []
         carried = 0.0
+        issued: set[int] = set()
+        mine = {into[act.move] for act in own if act.move is not None and act.is_issue}
         for act in own:
-            if act.move is not None and act.is_issue and last[into[act.move]] != act.move:
-                carried += act.compute_ns
-                continue
             target = None if act.move is None else into[act.move]
+            if act.move is not None and target is not None:
+                is_part = act.is_issue and last[target] != act.move
+                is_early = not act.is_issue and target in mine - issued
+                if is_part or is_early:
+                    carried += act.compute_ns
+                    continue
+                issued.add(target)
             made.append(Act(act.compute_ns + carried, target, act.is_issue))
             carried = 0.0
         acts[rank] = tuple(made)

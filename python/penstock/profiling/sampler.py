@@ -152,6 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--host", help="as in the ranks' files; by default what stands in the file's name, host-NAME.jsonl"
     )
+    parser.add_argument(
+        "--detach", action="store_true", help="go on as nobody's child, and print the number of the process"
+    )
     given = parser.parse_args(arguments)
     try:
         pids = [int(pid) for pid in given.pids.split(",")]
@@ -159,6 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--pids {given.pids}: give numbers with commas")
     if not 10 <= given.period_ms <= 60_000:
         parser.error(f"--period-ms {given.period_ms:g}: give 10 to 60000")
+    if given.detach:
+        _detach()
     # Ctrl-C is for the ranks, which may have something to save; their end is ours.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -169,6 +174,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"penstock profile: no more counters in {given.out}: {error.strerror}", file=sys.stderr)
         return 1
     return 0
+
+
+def _detach() -> None:
+    child = os.fork()
+    if child:
+        os.write(1, f"{child}\n".encode())
+        os._exit(0)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
 
 
 def _run(sampler: Sampler) -> None:

@@ -70,7 +70,10 @@ def command(
         if read is not None:
             from penstock.profiling.readers import load
 
-            _tell(load(read, pipeline_stages=pipeline_stages), wanted)
+            try:
+                _tell(load(read, pipeline_stages=pipeline_stages), wanted)
+            except OSError as error:
+                raise click.ClickException(str(error)) from error
             return
         started = run.started(arguments)
         for path in filter(None, (html, perfetto, csv, json)):
@@ -81,7 +84,10 @@ def command(
         folder = run.fresh_folder(output)
     except PenstockError as error:
         raise click.ClickException(str(error)) from error
-    code = run.run(started, folder)
+    try:
+        code = run.run(started, folder)
+    except PenstockError as error:
+        raise click.ClickException(str(error)) from error
     try:
         records = _load(folder)
         said = run.complaints(folder, records)
@@ -90,38 +96,64 @@ def command(
             click.echo(f"penstock profile: {text}", err=True)
         if records:
             click.echo(f"the records are in {folder} (penstock profile --read {folder})")
-        elif output is None and not any(folder.iterdir()):
+        elif output is None and folder.exists() and not any(folder.iterdir()):
             folder.rmdir()
         if applied and code == 0 and advice is not None:
-            code = _apply(started, folder, advice)
-    except PenstockError as error:
+            code = _apply(started, folder, records, advice)
+    except (PenstockError, OSError) as error:
         click.echo(f"penstock profile: {error}", err=True)
     sys.exit(code)
 
 
-def _apply(command: Sequence[str], folder: Path, advice: Advice) -> int:
+def _apply(command: Sequence[str], folder: Path, records: Sequence[Record], advice: Advice) -> int:
     """Run the command with the best change that needs no change of the script. Returns its exit code."""
-    from penstock.profiling.divide import divide
-
     best = advice.first
     if best is None:
         click.echo("penstock profile: no change that --apply can make would make a step shorter by 1 %", err=True)
         return 0
+    if not _is_of_one_machine(records):
+        text = "--apply changes what this command starts, and there were ranks of other hosts: change all alike by hand"
+        click.echo(f"penstock profile: {text}: {best.change}, by {best.how}", err=True)
+        return 0
     click.echo(f"again, with {best.change} ({best.how}) ...")
     again = run.fresh_folder(folder.with_name(f"{folder.name}-applied"))
     code = run.run(command, again, best.settings)
-    records = _load(again)
-    shares = divide(records).shares if records else ()
-    if code != 0 or not shares:
+    not_made = run.not_made(again, best.settings)
+    found = _load(again)
+    for text in run.complaints(again, found):
+        click.echo(f"penstock profile: {text}", err=True)
+    took, before = _step_ns(found), _step_ns(records)
+    if code != 0 or not took:
         click.echo(f"penstock profile: the command ended with status {code}; the records are in {again}", err=True)
         return code
-    took = sum(share.step_ns for share in shares) / len(shares)
-    miss = best.after_ns / took - 1
+    if not_made:
+        text = "the script left no place for the change (it names no such backend, builds no DistributedDataParallel, or has a "
+        text += f"communication hook of its own), so a step takes {took / 1e6:.1f} ms and took {before / 1e6:.1f}"
+        click.echo(f"penstock profile: {text}; the records are in {again}", err=True)
+        return code
+    # The prediction is of sampled steps, in which torch's profiler ran: its ratio is what counts.
+    after = before * best.after_ns / best.before_ns
+    miss = after / took - 1
     click.echo(
-        f"a step takes {took / 1e6:.1f} ms instead of {best.before_ns / 1e6:.1f}; predicted were {best.after_ns / 1e6:.1f} "
+        f"a step takes {took / 1e6:.1f} ms instead of {before / 1e6:.1f}; predicted were {after / 1e6:.1f} "
         f"±{100 * best.error:.0f} %, {abs(miss):.1%} too {'many' if miss > 0 else 'few'}"
     )
     return code
+
+
+def _step_ns(records: Sequence[Record]) -> float:
+    """The mean step of all ranks, sampled or not."""
+    from penstock.profiling.divide import divide
+
+    shares = divide(records).shares if records else ()
+    return sum(share.step_ns for share in shares) / len(shares) if shares else 0.0
+
+
+def _is_of_one_machine(records: Sequence[Record]) -> bool:
+    """Whether all ranks of the job ran here. Network namespaces of one machine have the same name before the mark."""
+    ranks = [record.header for record in records if not record.is_of_host]
+    names = {header.host.rpartition("-")[0] for header in ranks}
+    return len(names) == 1 and len({header.rank for header in ranks}) == max(header.world for header in ranks)
 
 
 def _load(folder: Path) -> list[Record]:

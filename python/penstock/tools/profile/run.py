@@ -16,7 +16,7 @@ from pathlib import Path
 from penstock.errors import Config
 from penstock.profiling.record import Record
 
-__all__ = ["complaints", "fresh_folder", "run", "started"]
+__all__ = ["complaints", "fresh_folder", "not_made", "run", "started"]
 
 CHANGE = "PENSTOCK_PROFILE_CHANGE"
 """What `recorder/changes.py` reads."""
@@ -80,8 +80,12 @@ def run(
     Args:
         settings: of `predict.Prediction`: variables of Penstock, and changes that the recorder makes.
         stdout: of the command, as for `subprocess.Popen`.
+
+    Raises:
+        Config: it is nothing that can be run.
     """
     env = dict(os.environ, PENSTOCK_PROFILE=str(folder))
+    env.pop(CHANGE, None)
     if settings:
         env |= {name: str(value) for name, value in settings.items() if name.isupper()}
         env[CHANGE] = json.dumps({name: value for name, value in settings.items() if not name.isupper()})
@@ -89,7 +93,13 @@ def run(
     env.pop("PENSTOCK_PROFILED", None)
     # Kineto tells on stderr of each start and stop.
     env.setdefault("KINETO_LOG_LEVEL", "99")
-    with subprocess.Popen(command, env=env, stdout=stdout) as child:
+    try:
+        child = subprocess.Popen(command, env=env, stdout=stdout)
+    except OSError as error:
+        raise Config(
+            f"cannot run {command[0]}: {error.strerror}. Name what runs it, too, such as sh or python"
+        ) from error
+    with child:
         # A Ctrl-C reaches the script, too; a SIGTERM is handed on.
         before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
         try:
@@ -122,6 +132,11 @@ def _runs_here(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return b"penstock.profiling.sampler" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
+
+
+def not_made(folder: Path, settings: Mapping[str, str | float]) -> list[str]:
+    """The changes that no process of the command had a place for. To be asked before `complaints`."""
+    return [name for name in settings if not name.isupper() and not (folder / f".profile-made-{name}").exists()]
 
 
 def complaints(folder: Path, records: Sequence[Record]) -> list[str]:
@@ -162,8 +177,8 @@ def _of_rank(record: Record) -> list[str]:
         said.append(f"rank {rank} ended with an exception: {kinds['exception'].text}")
     elif "end" not in kinds:
         said.append(
-            f"the record of rank {rank} ends early: it was killed, its disk was full, or it runs still "
-            "on another host. What is there counts"
+            f"the record of rank {rank} ends early: it was killed, it ended with os._exit, its disk was full, or "
+            "it runs still on another host. What is there counts"
         )
     dropped = sum(sample.dropped for sample in record.samples)
     if dropped:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 import time
 import types
 import weakref
@@ -17,8 +19,9 @@ from penstock.profiling import purposes
 from penstock.profiling.matching import canonical
 from penstock.tools.profile.recorder.kineto import Call
 from penstock.tools.profile.recorder.marks import Marks
+from penstock.tools.profile.recorder.settling import InFlight
 
-__all__ = ["Calls", "patch", "patch_functional"]
+__all__ = ["Calls", "patch", "patch_functional", "rebind"]
 
 _METHODS = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "barrier", "send", "recv"),
@@ -48,6 +51,8 @@ class Calls:
     def __init__(self) -> None:
         self.log: list[Call] | None = None
         """Those of a sample. None outside."""
+        self.in_flight = InFlight()
+        """Of what was issued since `start`."""
         self.hints: list[Call] = []
         """Groups that functional collectives looked up in a sample."""
         self.last: Call | None = None
@@ -55,7 +60,6 @@ class Calls:
         self.is_waiting = False
         self._works: dict[int, Call] = {}
         self._receives: list[Call] = []
-        self._reducers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def describe(self, group: Any, operation: str, phase: str, is_within: bool) -> Call:
         """A call that begins now, as for `purposes.of_operation`."""
@@ -75,6 +79,8 @@ class Calls:
         """The work of several calls at once."""
         if self.last is not None:
             self._works[id(work)] = replace(self.last)
+        if self.log is not None:
+            self.in_flight.add(work)
 
     def issued(self, call: Call, work: Any) -> None:
         call.end_ns = time.monotonic_ns()
@@ -85,6 +91,8 @@ class Calls:
             self._works.clear()
         if work is not None:
             self._works[id(work)] = call
+            if self.log is not None:
+                self.in_flight.add(work)
         if call.operation == "recv" and len(self._receives) < _MOST:
             self._receives.append(call)
         if self.log is not None and len(self.log) < _MOST:
@@ -114,14 +122,11 @@ class Calls:
         self._works.clear()
         self.last = None
 
-    def built(self, module: Any) -> None:
-        """A DistributedDataParallel."""
-        self._reducers.add(module)
-
-    def reducers(self) -> Call | None:
+    @staticmethod
+    def reducers() -> Call | None:
         """What DDP's own operations are. Of several that are alive, the last that was built is the model most often."""
-        for module in self._reducers:
-            group = getattr(module, "process_group", None)
+        for reference in reversed(_reducers):
+            group = getattr(reference(), "process_group", None)
             if group is not None:
                 name, _ = _label(group)
                 return Call("", name, 0, ranks=group.size(), purpose="data-parallel sync")
@@ -145,13 +150,19 @@ class Calls:
 
 def _label(group: Any) -> tuple[str, str]:
     """A name that is the same on all ranks of the group and another one for each other group, and its purpose by its name."""
-    description = getattr(group, "group_desc", "") or ""
+    description, name = _attribute(group, "group_desc"), _attribute(group, "group_name")
     if description in ("default_pg", "undefined"):
         description = ""
-    name = str(getattr(group, "group_name", "") or "")
     if name in ("0", "default_pg") and not description:
         return "default", ""
     return f"{description}:{name}" if description else name, purposes.of_group(description or name)
+
+
+def _attribute(group: Any, name: str) -> str:
+    try:
+        return str(getattr(group, name, "") or "")
+    except RuntimeError:  # a group of no backend has no name
+        return ""
 
 
 def patch(active: Callable[[], Recording | None], joined: Callable[[int, int, str], None]) -> None:
@@ -164,7 +175,14 @@ def patch(active: Callable[[], Recording | None], joined: Callable[[int, int, st
     _patch_wait(dist.Work, active)
     _patch_wait(torch.futures.Future, active)
     _patch_init(joined)
-    _patch_ddp(active)
+    _patch_ddp()
+
+
+def rebind(name: str, original: Any, changed: Any) -> None:
+    """Wherever torch.distributed has a function by that name: parts of it have imported others' by name."""
+    for key, module in list(sys.modules.items()):
+        if key.startswith("torch.distributed") and getattr(module, "__dict__", {}).get(name) is original:
+            setattr(module, name, changed)
 
 
 def _issuing(method: Any, name: str, active: Callable[[], Recording | None]) -> Any:
@@ -219,11 +237,16 @@ def _patch_batches(active: Callable[[], Recording | None]) -> None:
 
 
 def patch_functional(module: types.ModuleType, active: Callable[[], Recording | None]) -> None:
-    """``torch.distributed._functional_collectives``: see which group each looks up."""
+    """``torch.distributed._functional_collectives``: see which group each looks up, and where the thread waits in C++, as
+    DTensor does."""
     for name in ("_resolve_group", "_resolve_group_name"):
         original = getattr(module, name, None)
         if original is not None:
             setattr(module, name, _looking_up(original, active))
+    for name in ("wait_tensor", "wait_tensors"):
+        original = getattr(module, name, None)
+        if original is not None:
+            setattr(module, name, _waiting_within(original, active))
 
 
 def _looking_up(original: Any, active: Callable[[], Recording | None]) -> Any:
@@ -238,6 +261,21 @@ def _looking_up(original: Any, active: Callable[[], Recording | None]) -> Any:
         return found
 
     return look_up
+
+
+def _waiting_within(original: Any, active: Callable[[], Recording | None]) -> Any:
+    @functools.wraps(original)
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        recording = None if torch.compiler.is_compiling() else active()
+        if recording is None or recording.calls.is_waiting:
+            return original(*args, **kwargs)
+        start_ns = time.monotonic_ns()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            recording.marks.wait(start_ns, time.monotonic_ns())
+
+    return wait
 
 
 _waiting: set[type] = set()
@@ -272,7 +310,8 @@ def _patch_wait(kind: type, active: Callable[[], Recording | None]) -> None:
                 known.waited_ns = end_ns
                 recording.marks.wait(start_ns, end_ns, known.operation, known.group)
 
-    setattr(kind, "wait", wait)  # noqa: B010  (mypy knows that it is a method)
+    with contextlib.suppress(TypeError):  # not all types of a backend in C can be changed
+        setattr(kind, "wait", wait)  # noqa: B010  (mypy knows that it is a method)
 
 
 def _patch_init(joined: Callable[[int, int, str], None]) -> None:
@@ -286,11 +325,14 @@ def _patch_init(joined: Callable[[int, int, str], None]) -> None:
         joined(dist.get_rank(), dist.get_world_size(), str(dist.get_backend()))
         return result
 
-    for module in (c10d, dist):
-        module.init_process_group = init_process_group
+    rebind("init_process_group", original, init_process_group)
 
 
-def _patch_ddp(active: Callable[[], Recording | None]) -> None:
+_reducers: list[weakref.ref[Any]] = []
+"""Every DistributedDataParallel that is alive, in the order in which they were built: the same on all ranks."""
+
+
+def _patch_ddp() -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     original = DistributedDataParallel.__init__
@@ -298,9 +340,7 @@ def _patch_ddp(active: Callable[[], Recording | None]) -> None:
     @functools.wraps(original)
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        recording = active()
-        if recording is not None:
-            recording.calls.built(self)
+        _reducers[:] = [each for each in _reducers if each() is not None] + [weakref.ref(self)]
 
     DistributedDataParallel.__init__ = build
 

@@ -28,7 +28,6 @@ class Counters:
         self._identity = identity
         self._since_s = time.monotonic()
         self._is_done = False
-        self._process: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(OSError):
             (folder / f".profile-pid-{os.getpid()}-{identity.host}").touch()
 
@@ -70,18 +69,20 @@ class Counters:
 
     def _start(self, pids: list[int]) -> None:
         out = make_room(self._folder / f"host-{self._identity.host}.jsonl")
-        options = ["--pids", ",".join(map(str, pids)), "--out", str(out), "--period-ms", str(PERIOD_MS)]
+        options = ["--pids", ",".join(map(str, pids)), "--out", str(out), "--period-ms", str(PERIOD_MS), "--detach"]
         env = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_PROFILE")}
         log = self._folder / f".profile-sampler-{self._identity.host}.log"
         with open(log, "wb") as errors:
             # A session of its own: a Ctrl-C is for the script. It ends by itself with the ranks.
-            self._process = subprocess.Popen(
+            # No child of the script either, which may wait for all of its children.
+            with subprocess.Popen(
                 [sys.executable, "-m", "penstock.profiling.sampler", *options],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=errors,
                 env=env,
                 start_new_session=True,
-            )
+            ) as process:
+                said, _ = process.communicate()
         with open(self._folder / f".profile-sampler-{self._identity.host}", "a", encoding="utf-8") as file:
-            file.write(f" {self._process.pid}")
+            file.write(f" {said.decode().strip()}")

@@ -17,6 +17,9 @@ from penstock.profiling.record import Header
 
 __all__ = ["Identity", "host", "make_room"]
 
+_OF_JOB = ("TORCHELASTIC_RUN_ID", "MASTER_PORT")
+"""What all ranks of a job have in common, and two jobs at a time do not."""
+
 _FROM_LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -39,16 +42,20 @@ class Identity:
         self.about["backend"] = backend
 
     def header(self) -> Header:
-        return Header(self.rank, self.world, self.host, os.getpid(), self.start_ns, self.wall_ns, self.about)
+        # To ask whether there is a device would start CUDA, after which no fork can use it, nor a script choose its devices.
+        torch = sys.modules.get("torch")
+        device = "cuda" if torch is not None and torch.cuda.is_initialized() else "cpu"
+        about = {**self.about, "device": device}
+        return Header(self.rank, self.world, self.host, os.getpid(), self.start_ns, self.wall_ns, about)
 
     def describe(self, torch: Any) -> None:
         self.about |= {
             "torch": torch.__version__,
             "python": platform.python_version(),
             "command": " ".join(getattr(sys, "orig_argv", sys.argv))[:2000],
-            "device": "cuda" if torch.cuda.is_available() else "cpu",
             "threads": torch.get_num_threads(),
             "cores": len(os.sched_getaffinity(0)),
+            "job": ":".join(os.environ.get(name, "") for name in _OF_JOB).strip(":"),
         }
 
 

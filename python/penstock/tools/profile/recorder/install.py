@@ -7,6 +7,7 @@ a process that a rank has forked.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib.abc
 import importlib.util
@@ -46,6 +47,7 @@ class _State:
 
 
 _state = _State()
+_beginning = threading.Lock()
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -64,7 +66,7 @@ def install(folder: str) -> None:
 
 
 def _patch() -> None:
-    os.register_at_fork(after_in_parent=_forked, after_in_child=_born)
+    os.register_at_fork(before=_forks, after_in_parent=_forked, after_in_child=_born)
     _patch_modules()
     _patch_backward()
     _patch_optimizers()
@@ -97,12 +99,19 @@ def _begin() -> Recording | None:
             return None
         if multiprocessing.parent_process() is not None and _state.identity is None:
             return None  # a worker of a DataLoader; one that joins the others is a rank
-        recording = _state.recording = Recording(_state.folder, _state.identity or Identity())
-        if multiprocessing.parent_process() is None:
-            atexit.register(_end)
-        else:  # what multiprocessing has started does not call what atexit has
-            multiprocessing.util.Finalize(None, _end, exitpriority=100)
+        recording = _begun(_state.folder)
     return recording if recording.thread == threading.get_ident() else None
+
+
+def _begun(folder: Path) -> Recording:
+    with _beginning:  # threads may begin at the same time
+        if _state.recording is None:
+            _state.recording = Recording(folder, _state.identity or Identity())
+            if multiprocessing.parent_process() is None:
+                atexit.register(_end)
+            else:  # what multiprocessing has started does not call what atexit has
+                multiprocessing.util.Finalize(None, _end, exitpriority=100)
+        return _state.recording
 
 
 def _train() -> Recording | None:
@@ -120,6 +129,15 @@ def _joined(rank: int, world: int, backend: str) -> None:
         _state.identity = recording.identity if recording is not None else Identity()
         _state.identity.joined(rank, world, backend)
         _begin()
+
+
+def _forks() -> None:
+    # The child would have a profiler that never ends, such as a DataLoader's worker for all its life.
+    recording = _active()
+    if recording is not None and recording.sampling.is_running:
+        recording.sampling.give_up(
+            "the script forked in a sampled step, so that there is no sample of it", recording.calls
+        )
 
 
 def _forked() -> None:
@@ -188,6 +206,8 @@ def _outermost(module: Any, original: Any, args: Any, kwargs: Any) -> Any:
         if _state.recording is recording:
             _state.inside = False
             end_ns = time.monotonic_ns()
+            if end_ns > recording.sampling.until_ns:
+                recording.sampling.too_long(recording.calls)
             if number == recording.marks.number:  # else a whole step was within
                 if is_forward:
                     recording.marks.forward(start_ns, end_ns)
@@ -294,7 +314,10 @@ def _patch_loader() -> None:
                 return original(self)
             with recording.span("loading"):
                 found = original(self)
-            recording.marks.loaded(_examples(found))
+            with contextlib.suppress(Exception):  # a batch may be of any type, such as one that lacks a shape
+                recording.marks.loaded(_examples(found))
+            if time.monotonic_ns() > recording.sampling.until_ns:
+                recording.sampling.too_long(recording.calls)
             return found
 
         setattr(kind, original.__name__, load)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["Iterations"]
 
 _PATIENCE = 16
 """Steps of another optimizer without one of the first, after which the other is the first."""
+_MOST_OTHERS = 1024
+"""The same of all others together."""
 
 
 class Iterations:
@@ -17,17 +20,29 @@ class Iterations:
 
     def __init__(self) -> None:
         self._first: Any = None
-        self._others = 0
+        self._others: dict[int, tuple[Callable[[], Any], int]] = {}
+        """By identity: the others, and how often each has stepped since the first one did."""
+        self._total = 0
 
     def stepped(self, optimizer: Any) -> bool:
         """Whether this step ends the iteration."""
         is_first = self._first is not None and self._first() is optimizer
         if not is_first:
-            self._others += 1
             # A script may go on with another optimizer. Whether the old one is gone by then says the garbage collector of
-            # each rank for itself, so that does not count.
-            if self._first is not None and self._others < _PATIENCE:
+            # each rank for itself, so that does not count. Where each is new, as those of inner loops are, none steps often.
+            known, count = self._others.get(id(optimizer), (None, 0))
+            self._others[id(optimizer)] = _reference(optimizer), 1 + (count if known and known() is optimizer else 0)
+            self._total += 1
+            if self._first is not None and self._others[id(optimizer)][1] < _PATIENCE and self._total < _MOST_OTHERS:
                 return False
-            self._first = weakref.ref(optimizer)
-        self._others = 0
+            self._first = _reference(optimizer)
+        self._others.clear()
+        self._total = 0
         return True
+
+
+def _reference(optimizer: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(optimizer)
+    except TypeError:  # a wrapper of somebody's, with slots
+        return lambda: optimizer

@@ -13,7 +13,7 @@ import collections
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.profiling.matching import canonical
 from penstock.profiling.record import Interval, Operation, Sample
@@ -77,6 +77,15 @@ class _Launch:
     is_matched: bool = False
 
 
+class _Course(NamedTuple):
+    name: str
+    issued_ns: int
+    """At first: when it began."""
+    ended_ns: int
+    bytes: int
+    element_bytes: int = 0
+
+
 def sample(events: Iterable[Any], window: Window, clock: Callable[[int], int], thread: int | None) -> Sample:
     """From Kineto's events (``kineto_results.events()``).
 
@@ -88,13 +97,14 @@ def sample(events: Iterable[Any], window: Window, clock: Callable[[int], int], t
     threads = {thread}
     launches: list[_Launch] = []
     functional: list[Interval] = []
-    courses: list[tuple[str, int, int, int]] = []
+    courses: list[_Course] = []
     dropped = 0
     for event in events:
         name, start_ns = event.name(), clock(event.start_ns())
         course = _COURSE.match(name) if name[:1].islower() else None
         if course is not None:
-            courses.append((canonical(course[1]), start_ns, start_ns + event.duration_ns(), _bytes(event)))
+            end_ns = start_ns + event.duration_ns()
+            courses.append(_Course(canonical(course[1]), start_ns, end_ns, _bytes(event), _element(event)))
         elif name.startswith("c10d::"):
             launches.append(_Launch(canonical(name[6:]), start_ns, start_ns + event.duration_ns()))
         elif start_ns < window.start_ns:
@@ -138,14 +148,12 @@ def _merged(intervals: Iterable[Interval], window: Window) -> tuple[Interval, ..
     return tuple(found)
 
 
-def _operations(
-    window: Window, launches: list[_Launch], courses: list[tuple[str, int, int, int]]
-) -> Iterable[Operation]:
+def _operations(window: Window, launches: list[_Launch], courses: list[_Course]) -> Iterable[Operation]:
     launches.sort(key=lambda each: each.start_ns)
     waiting: dict[str, collections.deque[_Launch]] = collections.defaultdict(collections.deque)
     for launch in launches:
         waiting[launch.name].append(launch)
-    found: list[tuple[int, int, int, str, Call]] = []
+    found: list[tuple[_Course, Call]] = []
     calls = sorted(window.calls, key=lambda call: call.start_ns)
     starts = [call.start_ns for call in calls]
 
@@ -158,8 +166,9 @@ def _operations(
         return None
 
     batches: list[tuple[int, int]] = []
-    for name, start_ns, end_ns, length in sorted(courses, key=lambda course: course[1]):
-        issued_ns = start_ns
+    for course in sorted(courses, key=lambda course: course.issued_ns):
+        name, issued_ns, end_ns, length, element = course
+        start_ns = issued_ns
         if name == "coalesced":
             batches.append((start_ns, end_ns))
             continue
@@ -171,26 +180,25 @@ def _operations(
         call = called(name, issued_ns) or _unnamed(window, name, issued_ns)
         # A course's end is written by the backend's thread, which may come after whoever waited for the operation.
         ended_ns = min(end_ns, call.waited_ns) if call.waited_ns > issued_ns else end_ns
-        found.append((issued_ns, ended_ns, length or call.bytes, name, call))
+        found.append((_Course(name, issued_ns, ended_ns, length or call.bytes, element), call))
     # A backend that shows no courses: what Python waited for, from the call to the end of the wait.
-    seen = {id(call) for *_, call in found}
+    seen = {id(call) for _, call in found}
     for call in calls:
         if id(call) in seen or not call.operation:
             continue
         # Of a batch, the calls come first, and then one course for all.
         batch = next(((start, end) for start, end in batches if call.end_ns <= start), None)
         if call.is_batched and batch is not None:
-            found.append((*batch, call.bytes, call.operation, call))
+            found.append((_Course(call.operation, *batch, call.bytes), call))
         elif call.waited_ns:
-            found.append((call.start_ns, call.waited_ns, call.bytes, call.operation, call))
-    found.sort(key=lambda each: each[0])
+            found.append((_Course(call.operation, call.start_ns, call.waited_ns, call.bytes), call))
+    found.sort(key=lambda each: each[0].issued_ns)
     numbers: collections.Counter[tuple[str, str, int | None]] = collections.Counter()
-    for issued_ns, ended_ns, length, name, call in found:
+    for (name, issued_ns, ended_ns, length, element), call in found:
         if window.start_ns <= issued_ns < window.end_ns:
             key = (name, call.group, call.peer)
-            yield Operation(
-                name, call.group, numbers[key], issued_ns, ended_ns, length, call.ranks, call.peer, call.purpose
-            )
+            of = (call.ranks, call.peer, call.purpose, element)
+            yield Operation(name, call.group, numbers[key], issued_ns, ended_ns, length, *of)
             numbers[key] += 1
 
 
@@ -211,6 +219,10 @@ def _bytes(event: Any) -> int:
             size *= length
         total += size
     return total
+
+
+def _element(event: Any) -> int:
+    return next((_SIZES[dtype] for dtype in event.dtypes() if dtype in _SIZES), 0)
 
 
 _SIZES = {

@@ -160,9 +160,10 @@ class Marks:
     def _settle_evaluation(self) -> None:
         if self._evaluation is None:
             return
-        if self._evaluates_with_gradients:
-            self._maybe_forward.append(len(self._parts.spans))
+        index = len(self._parts.spans)
         self._span("evaluation", *self._evaluation)
+        if self._evaluates_with_gradients and index < len(self._parts.spans):  # there was room
+            self._maybe_forward.append(index)
         for each in self._between:
             self._span(each.phase, each.start_ns, each.end_ns)
         self._evaluation = None

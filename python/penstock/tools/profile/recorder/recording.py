@@ -114,7 +114,7 @@ class Recording:
 
     def end(self) -> None:
         """The process ends. A script that never stepped is one step."""
-        self.sampling.abandon()
+        self.sampling.abandon(self.calls)
         if self.marks.number == 0:
             self._keep(*self.marks.end_step(time.monotonic_ns(), _usage()))
         error = getattr(sys, "last_value", None)

@@ -17,6 +17,7 @@ from penstock.profiling.record import Event, Sample, Step
 from penstock.tools.profile.recorder.collectives import Calls
 from penstock.tools.profile.recorder.kineto import Window, sample
 from penstock.tools.profile.recorder.reductions import reductions
+from penstock.tools.profile.recorder.settling import InFlight, settled
 
 __all__ = ["Sampling", "patch"]
 
@@ -29,6 +30,9 @@ SHARE = 0.01
 _LEAD = 2
 """Steps for which the profiler runs: the last is the sample, and the first has the profiler's own beginnings."""
 
+_PATIENCE_S, _LAST_PATIENCE_S = 0.2, 2.0
+"""For operations that were issued while the profiler ran."""
+_LONG, _LEAST_NS, _NEVER = 5, 200_000_000, 1 << 63
 _MOST_DRIFT_NS = 1_000_000
 _MARK = "penstock.profile"
 _MARKS = 3
@@ -47,7 +51,8 @@ class Sampling:
         self._put = put
         self.distance = 2 * EARLY[-1]
         self._profile: Any = None
-        self._target = 0
+        self._target = self._wanted = 0
+        """The step at whose end the profiler is to stop, and the one that is the sample."""
         self._began: list[tuple[int, int]] = []
         self._costs: collections.deque[int] = collections.deque(maxlen=3)
         self._cost = 0
@@ -57,6 +62,8 @@ class Sampling:
         self._is_plain = False
         self._said: set[str] = set()
         self._is_off = False
+        self.until_ns = _NEVER
+        """A sample that runs for longer is given up: an evaluation in it would fill the memory with events."""
 
     @property
     def is_running(self) -> bool:
@@ -94,11 +101,27 @@ class Sampling:
     def abandon(self, calls: Calls | None = None) -> None:
         """The script starts torch's profiler itself, or ends."""
         own, self._profile = self._profile, None
+        self.until_ns = _NEVER
         if calls is not None:
             calls.stop()
         if own is not None:
+            settled(self._in_flight(calls), _LAST_PATIENCE_S)
             with contextlib.suppress(Exception):
                 own.__exit__(None, None, None)
+        if calls is not None:
+            calls.in_flight.clear()
+
+    @staticmethod
+    def _in_flight(calls: Calls | None) -> InFlight:
+        return InFlight() if calls is None else calls.in_flight
+
+    def give_up(self, why: str, calls: Calls) -> None:
+        self.abandon(calls)
+        self._is_plain = False
+        self._say("profiler", why)
+
+    def too_long(self, calls: Calls) -> None:
+        self.give_up(f"a sampled step took more than {_LONG} times the usual, so that there is no sample of it", calls)
 
     def yields(self) -> None:
         """There can be one profiler, and the script's goes first."""
@@ -120,7 +143,9 @@ class Sampling:
         own = profiler.profile(use_kineto=True, record_shapes=True)
         _own.add(own)
         own.__enter__()
-        self._profile, self._target = own, target
+        self._profile, self._target, self._wanted = own, target, target
+        usual_ns = round(statistics.median(self._plain)) if self._plain else 0
+        self.until_ns = began_ns + max(_LEAST_NS, _LEAD * _LONG * usual_ns)
         calls.start()
         self._began = [_mark() for _ in range(_MARKS)]
         self._cost = time.monotonic_ns() - began_ns
@@ -128,9 +153,20 @@ class Sampling:
     def _stop(self, step: Step, calls: Calls) -> None:
         began_ns = time.monotonic_ns()
         ended = [_mark() for _ in range(_MARKS)]
+        if not settled(calls.in_flight, _PATIENCE_S) and began_ns < self.until_ns:
+            # What is in flight is waited for in a later step. This one was not sampled.
+            self._say("profiler", f"operations of step {step.number} ran on after it, so that there is no sample of it")
+            self._target = step.number + 1
+            calls.start()
+            return
         own, self._profile = self._profile, None
+        self.until_ns = _NEVER
         log, hints = calls.stop()
         own.__exit__(None, None, None)
+        calls.in_flight.clear()
+        if step.number != self._wanted:
+            self._is_plain = False
+            return
         events = own.kineto_results.events()
         times, thread = _times(events)
         clock = _clock(times, self._began, ended)

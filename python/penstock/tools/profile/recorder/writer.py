@@ -19,6 +19,9 @@ Entry = Step | Sample | Event
 _EVERY_S = 0.5
 """A rank that is killed loses no more than this."""
 
+_PATIENCE_S = 5
+"""For the last round of writing."""
+
 _MOST_WAITING = 10_000
 """Entries. A disk that hangs must not fill the memory; a second of training has some hundred."""
 
@@ -62,7 +65,9 @@ class Writer:
         """Write what is left. May be called again."""
         self._is_over = True
         self._wake.set()
-        self._thread.join(5)
+        self._thread.join(_PATIENCE_S)
+        if self._thread.is_alive():
+            return  # the disk hangs, and the process need not
         with self._lock:
             self._write()
             if self._file is not None:

@@ -1,0 +1,73 @@
+"""When the profiler may stop: once nothing runs that it has seen begin.
+
+A backend's thread notes the end of an operation in the profiler's memory, which is free once the profiler has stopped: an
+operation that ends later writes into what is another's by then, and the process dies of it (torch 2.15). DDP goes on as soon as
+the result is there, some microseconds before that note.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import Any
+
+__all__ = ["InFlight", "settled"]
+
+_PRUNE = 16
+_PAUSE_S = 0.001
+_CALM = 3
+"""Looks in a row that find no thread of a backend at work."""
+_BACKENDS = ("pt_gloo", "penstock")
+"""How the names of their threads begin."""
+
+
+class InFlight:
+    """The operations that were issued while the profiler ran, and have not ended."""
+
+    def __init__(self) -> None:
+        self._works: list[Any] = []
+        self._most = _PRUNE
+
+    def add(self, work: Any) -> None:
+        self._works.append(work)
+        if len(self._works) >= self._most:
+            self.is_empty()  # those that have ended must not keep their tensors
+            self._most = _PRUNE + 2 * len(self._works)
+
+    def is_empty(self) -> bool:
+        self._works = [work for work in self._works if not _has_ended(work)]
+        return not self._works
+
+    def clear(self) -> None:
+        self._works = []
+
+
+def _has_ended(work: Any) -> bool:
+    try:
+        return bool(work.is_completed())
+    except Exception:  # failed, or of a kind that cannot tell
+        return True
+
+
+def settled(in_flight: InFlight, patience_s: float) -> bool:
+    """Wait until nothing is in flight, and no thread of a backend is at work. Whether that is so."""
+    until_s, calm = time.monotonic() + patience_s, 0
+    while True:
+        time.sleep(_PAUSE_S)
+        calm = calm + 1 if in_flight.is_empty() and not _is_at_work() else 0
+        if calm >= _CALM:
+            return True
+        if time.monotonic() > until_s:
+            return False
+
+
+def _is_at_work() -> bool:
+    """Whether a thread of a backend runs, or could if it had a processor."""
+    with contextlib.suppress(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/stat", "rb") as file:
+                name, _, rest = file.read().partition(b"(")[2].rpartition(b")")
+                if rest[1:2] == b"R" and name.decode(errors="replace").startswith(_BACKENDS):
+                    return True
+    return False

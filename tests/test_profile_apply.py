@@ -1,0 +1,138 @@
+"""Proves that the changes of `penstock profile --apply` are made where a script lets them, and break none where it does not."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import click.testing
+import pytest
+
+import forked
+import profiles
+from penstock.profiling.advice import Advice
+from penstock.profiling.predict import Prediction
+from penstock.tools.profile import cli, run
+
+HEAD = """
+import datetime, json, os, pathlib, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+torch.set_num_threads(1)
+
+def trained(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+def say(what):
+    pathlib.Path(os.environ["SAID"], str(dist.get_rank())).write_text(json.dumps(what))
+"""
+
+HOOK = {"comm_hook": "float16"}
+BUCKETS = {"bucket_cap_mb": 4}
+BACKEND = {"backend": "penstock"}
+
+CASES: list[tuple[str, Mapping[str, str | int], str, str, bool]] = [
+    (
+        "a plain model",
+        HOOK,
+        "m = DDP(nn.Linear(4, 4)); trained(m); say(m._comm_hooks[0][0].__name__)",
+        '"fp16_compress_hook"',
+        True,
+    ),
+    (
+        "a hook of its own",
+        HOOK,
+        "m = DDP(nn.Linear(4, 4)); m.register_comm_hook(None, default_hooks.allreduce_hook); trained(m);"
+        "say([h.__name__ for h, _ in m._comm_hooks])",
+        '["allreduce_hook"]',
+        False,
+    ),
+    (
+        "a hook that is built in",
+        HOOK,
+        "m = DDP(nn.Linear(4, 4)); m._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE); trained(m);"
+        "say(len(m._comm_hooks))",
+        "0",
+        False,
+    ),
+    (
+        "a size by position",
+        BUCKETS,
+        "m = DDP(nn.Linear(4, 4), None, None, 0, True, True, None, 1); trained(m); say(m.bucket_bytes_cap)",
+        str(4 << 20),
+        True,
+    ),
+    (
+        "a subclass",
+        BUCKETS,
+        "class Own(DDP):\n    def __init__(self, m):\n        super().__init__(m, bucket_cap_mb=1)\n"
+        "m = Own(nn.Linear(4, 4)); trained(m); say(m.bucket_bytes_cap)",
+        str(4 << 20),
+        True,
+    ),
+    ("no model", BUCKETS, "say(0)", "0", False),
+]
+
+
+@pytest.fixture
+def changed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, forks: None) -> Any:
+    def changed(text: str, settings: Mapping[str, str | int]) -> tuple[list[str], list[str]]:
+        """What the ranks said, and what was not made of the change."""
+        script, folder = tmp_path / "script.py", tmp_path / "profile"
+        script.write_text(HEAD + text)
+        folder.mkdir()
+        monkeypatch.setenv("SAID", str(tmp_path))
+        assert run.run([*forked.TORCHRUN, "--nproc-per-node=2", str(script)], folder, settings) == 0
+        return [(tmp_path / str(rank)).read_text() for rank in range(2)], run.not_made(folder, settings)
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "want", "is_made"), [each[1:] for each in CASES], ids=[each[0] for each in CASES]
+)
+def test_a_change_of_ddp(changed: Any, settings: Mapping[str, str | int], text: str, want: str, is_made: bool) -> None:
+    """It is made, or the script's own choice stays; that it was not made is known. The script ends well."""
+    said, left = changed(f"dist.init_process_group('gloo')\n{text}\n", settings)
+    assert said == [want] * 2 and left == ([] if is_made else list(settings))
+
+
+@pytest.mark.parametrize(
+    ("call", "want"),
+    [
+        ("dist.init_process_group('gloo')", "penstock"),
+        ("dist.init_process_group(backend='GLOO')", "penstock"),
+        (
+            "from torch.distributed import init_device_mesh; dist.init_process_group('gloo'); init_device_mesh('cpu', (2,))",
+            "penstock",
+        ),
+    ],
+)
+def test_a_change_of_the_backend(changed: Any, call: str, want: str) -> None:
+    """However the script names it, in new groups too."""
+    group = "g = dist.new_group([0, 1], datetime.timedelta(seconds=60), 'gloo')"
+    said, left = changed(f"{call}\n{group}\nsay([dist.get_backend(), dist.get_backend(g)])\n", BACKEND)
+    assert said == [f'["{want}", "penstock"]'] * 2 and not left
+
+
+def test_a_script_that_names_no_backend_keeps_torchs(changed: Any) -> None:
+    """And that nothing was changed is known."""
+    said, left = changed("dist.init_process_group()\nx = torch.ones(1)\ndist.all_reduce(x)\nsay(x.item())\n", BACKEND)
+    assert said == ["2.0"] * 2 and left == ["backend"]
+
+
+def test_ranks_of_other_hosts_are_not_changed_apart(tmp_path: pathlib.Path) -> None:
+    """Each host's command would choose for itself, and the ranks would not fit each other."""
+    best = Prediction("buckets", "bucket_cap_mb=4", 2.0, 1.0, 0.0, "", {"bucket_cap_mb": 4})
+    advice = Advice((), (best,))
+    for records in (profiles.data_parallel(2, hosts=("one-0a", "two-0b")), profiles.data_parallel(2)[:1]):
+        with click.testing.CliRunner().isolation() as (_, error, *_rest):
+            assert cli._apply(["false"], tmp_path / "profile", records, advice) == 0
+            assert b"there were ranks of other hosts" in error.getvalue()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,305 @@
+"""Proves that `penstock profile` changes nothing of odd scripts, and records them as they are."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+import forked
+from penstock.profiling.record import Event, Header, Record, read
+from penstock.tools.profile import run
+from penstock.tools.profile.recorder import recording as recordings
+from penstock.tools.profile.recorder.writer import Writer
+
+HEAD = """
+import os, sys, threading, time
+import torch, torch.distributed as dist
+from torch import nn
+torch.set_num_threads(1)
+model = nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+def step(x=None):
+    optimizer.zero_grad()
+    model(torch.ones(2, 8) if x is None else x).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def odd(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, forks: None) -> Any:
+    def odd(text: str, ranks: int = 0) -> tuple[list[Record], str]:
+        script, folder = tmp_path / "script.py", tmp_path / "profile"
+        script.write_text(HEAD + text)
+        folder.mkdir()
+        launcher = [*forked.TORCHRUN, f"--nproc-per-node={ranks}"] if ranks else [sys.executable]
+        assert run.run([*launcher, str(script)], folder) == 0
+        records = [read(path) for path in sorted(folder.glob("rank-*.jsonl"))]
+        return records, "\n".join(run.complaints(folder, records))
+
+    return odd
+
+
+def test_a_batch_without_a_shape(odd: Any) -> None:
+    """Of nested tensors, which have none."""
+    [record], _ = odd(
+        "nest = lambda xs: torch.nested.nested_tensor(list(xs))\n"
+        "loader = torch.utils.data.DataLoader([torch.ones(n, 8) for n in range(1, 7)], 2, collate_fn=nest)\n"
+        "for x in loader:\n    step(x.to_padded_tensor(0.0))\n"
+    )
+    assert len(record.steps) == 3
+
+
+def test_a_script_that_waits_for_all_its_children(odd: Any) -> None:
+    """The process that reads counters is none of them."""
+    [record], _ = odd(
+        "step()\n"
+        "until = time.monotonic() + 30\n"
+        "name = os.environ['PENSTOCK_PROFILE']\n"
+        "def begun():\n"
+        "    return any(n.startswith('host-') for n in os.listdir(name))\n"
+        "while not begun() and time.monotonic() < until:\n    step()\n"
+        "assert begun()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n    os._exit(0)\n"
+        "alarm = threading.Timer(20, os._exit, (3,))\n"
+        "alarm.daemon = True\nalarm.start()\n"
+        "try:\n"
+        "    while True:\n        os.wait()\n"
+        "except ChildProcessError:\n    pass\n"
+        "step()\n"
+    )
+    assert record.events[-1].kind == "end"
+
+
+def test_a_fork_in_a_sampled_step_has_no_profiler(odd: Any) -> None:
+    """Such as a DataLoader's worker, which would fill its memory with events. That there is no sample is told."""
+    [record], said = odd(
+        "for number in range(20):\n"
+        "    step()\n"
+        "    if number == 3:\n"
+        "        assert torch.autograd._profiler_enabled()\n"
+        "        child = os.fork()\n"
+        "        if child == 0:\n            os._exit(7 * torch.autograd._profiler_enabled())\n"
+        "        assert os.waitpid(child, 0)[1] == 0\n"
+    )
+    assert [sample.step for sample in record.samples] == [8, 16] and "forked in a sampled step" in said
+
+
+def test_a_sample_does_not_run_on_and_on(odd: Any) -> None:
+    """A long evaluation in a sampled step ends the sample: its events would fill the memory."""
+    [record], said = odd(
+        "for number in range(20):\n"
+        "    step()\n"
+        "    if number == 3:\n"
+        "        assert torch.autograd._profiler_enabled()\n"
+        "        began = time.monotonic()\n"
+        "        with torch.no_grad():\n"
+        "            while torch.autograd._profiler_enabled():\n"
+        "                model(torch.ones(2, 8))\n"
+        "                assert time.monotonic() < began + 60\n"
+    )
+    assert [sample.step for sample in record.samples] == [8, 16] and "took more than 5 times the usual" in said
+
+
+def test_a_mesh_that_joins_by_itself(odd: Any) -> None:
+    """`init_device_mesh` without `init_process_group`: the backend and its group are known."""
+    records, _ = odd(
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "mesh = init_device_mesh('cpu', (2,), mesh_dim_names=('dp',))\n"
+        "for _ in range(20):\n"
+        "    step()\n"
+        "    dist.all_reduce(torch.ones(3), group=mesh.get_group())\n"
+        "dist.destroy_process_group()\n",
+        ranks=2,
+    )
+    assert [record.header.world for record in records] == [2, 2]
+    assert all(record.header.about.get("backend") for record in records)
+
+
+def test_a_functional_collective_is_waited_for(odd: Any) -> None:
+    """As DTensor's: the thread waits in C++ when the result is used, and that is a wait, and nothing is compiled otherwise."""
+    records, _ = odd(
+        "import torch.distributed._functional_collectives as functional\n"
+        "dist.init_process_group('gloo')\n"
+        "for number in range(20):\n"
+        "    if dist.get_rank():\n        time.sleep(0.02)\n"
+        "    x = functional.all_reduce(torch.ones(2, 8), 'sum', dist.group.WORLD)\n"
+        "    step(x + 1)\n"
+        "whole = torch.compile(\n"
+        "    lambda x: functional.wait_tensor(functional.all_reduce(x, 'sum', dist.group.WORLD)) + 1,\n"
+        "    fullgraph=True, backend='eager')\n"
+        "assert whole(torch.ones(3)).tolist() == [3.0] * 3\n"
+        "dist.destroy_process_group()\n",
+        ranks=2,
+    )
+    waited = [sum(wait.end_ns - wait.start_ns for wait in step.waits) for step in records[0].steps[2:]]
+    assert min(waited) > 10_000_000, waited
+
+
+def test_of_two_models_all_ranks_name_the_same(odd: Any) -> None:
+    """Each DistributedDataParallel in a group of its own: what DDP launches by itself has one label everywhere."""
+    records, _ = odd(
+        "dist.init_process_group('gloo')\n"
+        "pad = [object() for _ in range(dist.get_rank() * 1000)]\n"
+        "groups = [dist.new_group([0, 1]) for _ in range(6)]\n"
+        "order = list(range(6))\n"
+        "many = [nn.parallel.DistributedDataParallel(nn.Linear(8, 8), process_group=g) for g in groups]\n"
+        "optimizer = torch.optim.SGD([p for m in many for p in m.parameters()], lr=0.1)\n"
+        "for _ in range(20):\n"
+        "    optimizer.zero_grad()\n"
+        "    sum(m(torch.ones(2, 8)).sum() for m in many).backward()\n"
+        "    optimizer.step()\n"
+        "dist.destroy_process_group()\n",
+        ranks=2,
+    )
+    labels = [{one.group for sample in record.samples for one in sample.operations} for record in records]
+    assert labels[0] == labels[1] and labels[0]
+
+
+def test_the_profiler_stops_once_nothing_writes_into_it(odd: Any) -> None:
+    """DDP goes on before gloo's thread has noted the end of an operation; one noted after the profiler's end is written into
+    memory that is another's, of which most runs like this one died. Each fourth step is a sample."""
+    records, _ = odd(
+        "dist.init_process_group('gloo')\n"
+        "from penstock.tools.profile.recorder import sampling\n"
+        "sampling.EARLY = tuple(range(4, 300, 4))\n"
+        "many = [nn.parallel.DistributedDataParallel(nn.Linear(8, 8), process_group=dist.new_group([0, 1])) for _ in range(6)]\n"
+        "optimizer = torch.optim.SGD([p for m in many for p in m.parameters()], lr=0.1)\n"
+        "for _ in range(300):\n"
+        "    optimizer.zero_grad()\n"
+        "    sum(m(torch.ones(2, 8)).sum() for m in many).backward()\n"
+        "    optimizer.step()\n"
+        "dist.destroy_process_group()\n",
+        ranks=2,
+    )
+    assert [len(record.samples) for record in records] == [74, 74]
+
+
+def test_an_operation_that_runs_on_after_its_step_keeps_the_profiler(odd: Any) -> None:
+    """Until it has ended: there is no sample of that step, and that is told."""
+    records, said = odd(
+        "dist.init_process_group('gloo')\n"
+        "store = dist.distributed_c10d._get_default_store()\n"
+        "x = torch.ones(3)\n"
+        "def issue():\n    return dist.all_reduce(x, async_op=True)\n"
+        "for number in range(20):\n"
+        "    if number == 4 and dist.get_rank() == 0:\n        work = issue()\n"
+        "    step()\n"
+        "    if number == 4 and dist.get_rank() == 0:\n"
+        "        assert torch.autograd._profiler_enabled()\n        store.set('passed', '1')\n"
+        "    if number == 4 and dist.get_rank() == 1:\n        store.get('passed')\n        work = issue()\n"
+        "    if number == 4:\n        work.wait()\n"
+        "    if number == 5:\n        assert not torch.autograd._profiler_enabled()\n"
+        "assert x.tolist() == [2.0] * 3\n"
+        "dist.destroy_process_group()\n",
+        ranks=2,
+    )
+    assert [[sample.step for sample in record.samples] for record in records] == [[8, 16], [4, 8, 16]]
+    assert "operations of step 4 ran on after it" in said
+
+
+def test_ddp_in_a_thread_that_is_not_the_one_that_joined(odd: Any) -> None:
+    """As Ray's workers train: its sums are still its own."""
+    records, _ = odd(
+        "dist.init_process_group('gloo')\n"
+        "def train():\n"
+        "    global model, optimizer\n"
+        "    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    for _ in range(20):\n        step()\n"
+        "thread = threading.Thread(target=train)\n"
+        "thread.start()\nthread.join()\n"
+        "dist.destroy_process_group()\n",
+        ranks=2,
+    )
+    for record in records:
+        purposes = {one.purpose for sample in record.samples for one in sample.operations}
+        assert len(record.steps) == 20 and purposes == {"data-parallel sync"}
+
+
+def test_threads_that_begin_at_the_same_time_are_one_rank(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is one recording, whoever comes first."""
+    from penstock.tools.profile.recorder import install
+
+    made = []
+
+    class Slow(recordings.Recording):
+        def __init__(self, *arguments: Any) -> None:
+            made.append(self)
+            if len(made) == 2:
+                second.set()
+            second.wait(0.5)
+            super().__init__(*arguments)
+
+    second = threading.Event()
+    monkeypatch.setattr(install, "Recording", Slow)
+    monkeypatch.setattr(install, "_state", install._State())
+    monkeypatch.setattr(install.atexit, "register", lambda *_: None)
+    monkeypatch.delenv(recordings.PROFILED, raising=False)
+    install._state.folder = tmp_path
+    threads = [threading.Thread(target=install._begin) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    install._state.recording.end()  # type: ignore[union-attr]
+    assert len(made) == 1
+
+
+def test_a_disk_that_hangs_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its end it waits for the last round of writing, but not for ever."""
+    from penstock.tools.profile.recorder import writer as writers
+
+    monkeypatch.setattr(writers, "_PATIENCE_S", 0.2, raising=False)
+    never, opened = threading.Event(), threading.Event()
+
+    def hangs(_: Header) -> pathlib.Path:
+        opened.set()
+        never.wait()
+        raise OSError("over")
+
+    one = Writer(lambda: Header(0, 1, "here", 1, 0, 0), hangs, lambda: None)
+    one.put(Event(0, "end"))
+    assert opened.wait(30)
+    closing = threading.Thread(target=one.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    is_over = not closing.is_alive()
+    never.set()
+    assert is_over
+
+
+def test_a_program_that_cannot_run_is_told(tmp_path: pathlib.Path) -> None:
+    """A file that may be executed, and is no program: one message, and no traceback."""
+    (tmp_path / "program").write_bytes(b"\0\1\2\3")
+    (tmp_path / "program").chmod(0o755)
+    command = [sys.executable, "-m", "penstock", "profile", "--", "./program"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "cannot run ./program" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_report_that_has_no_folder_is_refused_first(tmp_path: pathlib.Path) -> None:
+    """Before hours of training."""
+    (tmp_path / "script.py").write_text("open('started', 'w')")
+    command = [sys.executable, "-m", "penstock", "profile", "--html", "absent/report.html", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "there is no folder absent" in done.stderr
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_folder_that_is_gone_leaves_the_scripts_exit_code(tmp_path: pathlib.Path) -> None:
+    """The script removes the folder of the records."""
+    (tmp_path / "script.py").write_text(
+        "import os, shutil, sys\nshutil.rmtree(os.environ['PENSTOCK_PROFILE'])\nsys.exit(5)"
+    )
+    command = [sys.executable, "-m", "penstock", "profile", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 5 and "Traceback" not in done.stderr, done.stderr
