@@ -286,12 +286,12 @@ def test_a_program_that_cannot_run_is_told(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 1 and "cannot run ./program" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_report_that_has_no_folder_is_refused_first(tmp_path: pathlib.Path) -> None:
+def test_a_report_that_cannot_be_written_is_refused_first(tmp_path: pathlib.Path) -> None:
     """Before hours of training."""
     (tmp_path / "script.py").write_text("open('started', 'w')")
-    command = [sys.executable, "-m", "penstock", "profile", "--html", "absent/report.html", "script.py"]
+    command = [sys.executable, "-m", "penstock", "profile", "--html", "script.py/report.html", "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "there is no folder absent" in done.stderr
+    assert done.returncode == 1 and "cannot write script.py/report.html" in done.stderr
     assert not (tmp_path / "started").exists()
 
 
