@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,19 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> None:
     import forked  # not above: it imports Penstock, which reads the environment that `pytest_configure` cleans first
 
     monkeypatch.setattr(subprocess, "Popen", forked.Popen)
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Any]:
+    """A real browser."""
+    import browser
+
+    program = browser.program()
+    if program is None:
+        pytest.skip(f"no browser here to draw pages with (looked for {', '.join(browser.NAMES)})")
+    window = browser.Browser(program)
+    yield window
+    window.close()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -17,7 +17,7 @@ from penstock.profiling.record import Header, Readings, Record, Step
 from penstock.tools.characterize import cli, findings, matrix, results, running, tables
 from penstock.tools.characterize.matrix import Cell
 from penstock.tools.characterize.results import Outcome
-from penstock.workloads.transformer.model import MODELS, layers_of
+from penstock.workloads.transformer.shapes import MODELS
 
 CELL = Cell("gpt2-tiny", "data", 2, 8, 0, "tcp-4", 100.0, 0.0, "strong", 0)
 SECOND = 1_000_000_000
@@ -83,6 +83,7 @@ def test_a_wrong_matrix_says_what_is_wrong(tmp_path: Path, text: str, message: s
         ({"transport": "shm"}, "share no memory"),
         ({"transport": "aggregated", "link_mbit": 0.0}, "give aggregated a link"),
         ({"transport": "aggregated", "parallel": "pipeline"}, "hardly anything to sum"),
+        ({"transport": "aggregated", "flow_mbit": 50.0}, "give aggregated no flow_mbit"),
         ({"batch": 1}, "a batch of 1 is no multiple"),
         ({}, ""),
     ],
@@ -210,13 +211,6 @@ def test_the_papers_statements_are_judged() -> None:
     assert of("bubble").here == "92% to 92% of it is waiting" and of("bubble").holds
     assert of("larger batches").here == "from 40% to 10%" and of("larger batches").holds
     assert len(told) == 11
-
-
-def test_shapes_without_torch_are_the_models() -> None:
-    assert set(findings.SHAPES) == set(MODELS)
-    for name, (layers, width) in findings.SHAPES.items():
-        shape = MODELS[name]
-        assert (len([one for one in layers_of(shape) if one != "turn"]), shape.width) == (layers, width)
 
 
 def test_tables_and_a_comparison(tmp_path: Path) -> None:

@@ -454,7 +454,7 @@ PYTHON_MAY_USE = {
     "cluster": set(),
     "runtime": {"cluster", "live"},
     "planning": {"cluster"},
-    "profiling": set(),
+    "profiling": {"runtime"},
     "reports": set(),
     "live": {"reports"},
     "torch": {"runtime"},

@@ -146,7 +146,7 @@ def test_larger_buckets(seed: int) -> None:
             compute = nbytes = 0
     ranks = len(world.forward_ns)
     [model] = models(world.records())
-    told = run(merged(model, least * 2 * (ranks - 1) / ranks), takes(world))
+    told = run(merged(model, least * 2 * (ranks - 1) / ranks, lambda move: True), takes(world))
     assert told == pytest.approx(replace(world, layers=tuple(layers)).step_ns(), rel=2e-3)
 
 
@@ -235,6 +235,18 @@ def test_gloo_is_told_what_penstock_would_take() -> None:
     assert "the penstock backend" not in [each.change for each in full]
 
 
+def test_buckets_are_predicted_of_sums_alone() -> None:
+    """FSDP's gathers serve data parallelism too, and no bucket size of DDP's touches them."""
+    records = World((10**6,) * 2, ((10**6, 10**5),) * 4, 0, 8.0).records()
+    assert any("buckets" in each.change for each in predict(records))
+    for record in records:
+        [sample] = record.samples
+        gathers = tuple(replace(one, name="all_gather") for one in sample.operations)
+        record.samples[:] = [replace(sample, operations=gathers)]
+    told = {each.change: each for each in predict(records)}
+    assert told["buckets of 25 MiB and more"].gain == pytest.approx(1)
+
+
 def test_nothing_is_predicted_without_samples() -> None:
     records = World((10**6,) * 2, ((10**6, 10**6),), 0, 1.0).records()
     for record in records:
@@ -247,7 +259,7 @@ def test_larger_buckets_where_each_is_waited_for() -> None:
     world = World((5_000_000,) * 2, ((2_000_000, 10_000),) * 10, 1_000_000, 1.0, blocking=True)
     [model] = models(world.records())
     one = replace(world, layers=((20_000_000, 100_000),))
-    assert run(merged(model, 1e9), takes(world)) == pytest.approx(one.step_ns(), rel=2e-3)
+    assert run(merged(model, 1e9, lambda move: True), takes(world)) == pytest.approx(one.step_ns(), rel=2e-3)
     told = {each.change: each for each in predict(world.records())}["buckets of 4 MiB and more"]
     assert one.step_ns() * 0.99 < told.after_ns < told.before_ns
 

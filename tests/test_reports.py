@@ -11,7 +11,7 @@ import pathlib
 import re
 import stat
 import xml.etree.ElementTree
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -492,16 +492,6 @@ def test_a_full_disk_is_found_before_the_work(tmp_path: pathlib.Path, monkeypatc
 
 
 # ------------------------------------------------------------------------------------------------------- a real browser
-
-
-@pytest.fixture(scope="module")
-def window() -> Iterator[browser.Browser]:
-    program = browser.program()
-    if program is None:
-        pytest.skip(f"no browser here to draw pages with (looked for {', '.join(browser.NAMES)})")
-    window = browser.Browser(program)
-    yield window
-    window.close()
 
 
 SCREENS = {"wide": (1280, 800), "narrow": (420, 900)}

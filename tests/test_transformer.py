@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from tests import ranks
 
-from penstock.workloads.transformer.model import MODELS, Shape, Stage, cut, layers_of, parameters_of, widths
+from penstock.workloads.transformer.model import Stage, cut, parameters_of, widths
 from penstock.workloads.transformer.pipeline import Pipeline, Turn, schedule
+from penstock.workloads.transformer.shapes import MODELS, Shape, layers_of
 
 SMALL = {
     "decoder": Shape("decoder", 4, 32, 2, 61, 16, "test"),

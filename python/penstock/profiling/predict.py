@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from penstock.profiling.record import Record
 from penstock.profiling.replay import Model, Move, Wire, evened, merged, models, run, wires
+from penstock.runtime.wire import sent_bytes
 
 __all__ = ["Network", "Prediction", "predict"]
 
@@ -46,7 +47,7 @@ class Prediction:
     how: str
     """The setting or command, or empty if money is needed."""
     before_ns: float
-    """The measured step, mean over the sampled ones."""
+    """The measured step, mean over ranks and steps."""
     after_ns: float
     error: float
     """How wrong `after_ns` may be, as a part of it."""
@@ -109,7 +110,7 @@ def predict(records: Sequence[Record], network: Network | None = None) -> list[P
         return lambda model, wire: run(model, lambda move: wire.latency_ns + move.bytes * part(move) * wire.per_byte_ns)
 
     def bucketed(size: int) -> Callable[[Model, Wire], float]:
-        return lambda model, wire: run(merged(model, size * _factor(model)), wire.takes)
+        return lambda model, wire: run(merged(model, size * _factor(model), _is_of_gradients), wire.takes)
 
     add("twice the link", "", faster(2))
     add(
@@ -137,8 +138,8 @@ def predict(records: Sequence[Record], network: Network | None = None) -> list[P
         add(
             "gradients summed in the network",
             "penstock plan cluster.yaml -o deployment.yaml, then PENSTOCK_DEPLOYMENT=deployment.yaml",
-            smaller(lambda move: 1 / _times(move) if _is_of_gradients(move) else 1.0),
-            f"{told}; a rank sends each byte once instead of {2 * (among - 1) / among:.2f} times",
+            smaller(lambda move: 1 / sent_bytes(1, len(move.ranks)) if _is_of_gradients(move) else 1.0),
+            f"{told}; a rank sends each byte once instead of {sent_bytes(1, among):.2f} times",
         )
     link, flow = network.link_bytes_s, network.flow_bytes_s
     if network.backend == "gloo" and 0 < rate < SHARE * link:
@@ -167,15 +168,9 @@ def _is_of_gradients(move: Move) -> bool:
     return move.purpose == SYNC and move.operation.rpartition(":")[2].lower().replace("_", "").startswith("allreduce")
 
 
-def _times(move: Move) -> float:
-    """How often a rank sends each byte of an all-reduce without help."""
-    among = len(move.ranks)
-    return 2 * (among - 1) / among
-
-
 def _factor(model: Model) -> float:
     """Bytes on the wire for one of a bucket."""
-    return max((_times(move) for move in model.moves if _is_of_gradients(move)), default=1.0)
+    return max((sent_bytes(1, len(move.ranks)) for move in model.moves if _is_of_gradients(move)), default=1.0)
 
 
 def _rate(bytes_s: float) -> str:

@@ -30,6 +30,7 @@ from penstock.profiling.matching import Kind, Meeting, by_rank, kind, meetings
 from penstock.profiling.phases import marked_waits
 from penstock.profiling.record import Operation, Record, Sample, Step
 from penstock.profiling.turns import turns
+from penstock.runtime.wire import sent_bytes
 
 __all__ = ["Act", "Model", "Move", "Period", "Wire", "evened", "merged", "models", "run", "wire_bytes", "wires"]
 
@@ -98,7 +99,7 @@ def wire_bytes(operation: Operation, ranks: int) -> float:
     name = operation.name.rpartition(":")[2].lower().replace("_", "")
     among = max(ranks, 1)
     if name.startswith("allreduce"):
-        return operation.bytes * 2 * (among - 1) / among
+        return sent_bytes(operation.bytes, among)
     if name.startswith("allgather"):
         return operation.bytes * (among - 1)
     if name.startswith(("reducescatter", "alltoall")):
@@ -300,9 +301,9 @@ def _squares(points: Sequence[tuple[float, float]]) -> Iterable[list[tuple[float
     yield [(v, v) for _, v in points]
 
 
-def merged(model: Model, least_bytes: float, purpose: str = "data-parallel sync") -> Model:
-    """With buckets of so many bytes on the wire: moves of a purpose and group that follow each other are one, which is issued
-    with its last part; whoever waits for a part waits for it, once it is issued."""
+def merged(model: Model, least_bytes: float, is_bucket: Callable[[Move], bool]) -> Model:
+    """With buckets of so many bytes on the wire: buckets of a group that follow each other are one, which is issued with its last
+    part; whoever waits for a part waits for it, once it is issued."""
     into: dict[int, int] = {}
     moves: list[Move] = []
     open_at: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -315,12 +316,12 @@ def merged(model: Model, least_bytes: float, purpose: str = "data-parallel sync"
         move = model.moves[number]
         key = (move.group, move.ranks)
         at = open_at.get(key)
-        if move.purpose == purpose and at is not None and moves[at].bytes < least_bytes:
+        if is_bucket(move) and at is not None and moves[at].bytes < least_bytes:
             moves[at] = moves[at]._replace(bytes=moves[at].bytes + move.bytes)
         else:
             at = len(moves)
             moves.append(move)
-            if move.purpose == purpose:
+            if is_bucket(move):
                 open_at[key] = at
         into[number] = at
     last = {at: number for number, at in into.items()}

@@ -29,7 +29,7 @@ def main() -> None:
     counters = aggregated()
     if counters["fallback_operations"] or counters["operations"] <= options["operations"]:
         raise SystemExit(f"not all of it went through the servers: {counters}")
-    say(seconds=seconds, counters=counters)
+    say(seconds=seconds)
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def command(
 
     console = result_console()
     console.print(tables.times(outcomes).for_terminal())
-    console.print(tables.judged(findings([one for one in outcomes if not one.out_of_memory])).for_terminal())
+    console.print(tables.judged(findings(outcomes)).for_terminal())
     if html_path:
         from penstock.reports import render
 
@@ -84,7 +85,7 @@ def command(
 def _run(path: Path, folder: Path, memory: int | None, timeout_s: float) -> None:
     from penstock.tools.bench.output import say
     from penstock.tools.characterize import matrix, results, running
-    from penstock.workloads.transformer.model import MODELS
+    from penstock.workloads.transformer.shapes import MODELS
 
     given = matrix.read(path, sorted(MODELS))
     for cell, why in given.left_out:
@@ -95,7 +96,7 @@ def _run(path: Path, folder: Path, memory: int | None, timeout_s: float) -> None
     kept = {(outcome.cell, outcome.repeat) for outcome in results.read(folder)}
     wanted = [(cell, repeat) for repeat in range(given.repeats) for cell in given.cells]
     if memory is not None:
-        wanted += [(cell, 0) for cell in _largest(given, memory, folder, timeout_s)]
+        wanted += [(cell, 0) for cell in _largest(given, memory, timeout_s)]
     missing = [each for each in wanted if each not in kept]
     if len(missing) < len(wanted):
         say(f"{len(wanted) - len(missing)} of {len(wanted)} runs are in {folder}")
@@ -105,10 +106,8 @@ def _run(path: Path, folder: Path, memory: int | None, timeout_s: float) -> None
         results.write(folder, outcome)
 
 
-def _largest(given: Matrix, memory: int, folder: Path, timeout_s: float) -> list[Cell]:
+def _largest(given: Matrix, memory: int, timeout_s: float) -> list[Cell]:
     """Cells with the largest batch that fits, for each kind of cell."""
-    import dataclasses
-
     from penstock.tools.bench.output import say
     from penstock.tools.characterize import running
 
@@ -121,7 +120,7 @@ def _largest(given: Matrix, memory: int, folder: Path, timeout_s: float) -> list
             known[key] = running.largest_batch(cell, memory << 20, seed=given.seed, timeout_s=timeout_s)
             say(f"it is {known[key]}" if known[key] else "not even one sequence a rank fits")
         if known[key]:
-            larger = dataclasses.replace(cell, batch=known[key])
+            larger = replace(cell, batch=known[key])
             if larger not in found and larger not in given.cells:
                 found.append(larger)
     return found

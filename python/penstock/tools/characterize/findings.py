@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from penstock.tools.characterize.matrix import Cell
 from penstock.tools.characterize.results import Outcome
+from penstock.workloads.transformer.shapes import MODELS, layers_of
 
 __all__ = ["Finding", "findings"]
-
-RECEIVE, EMBEDDING = "pipeline forward recv", "embedding sync"
 
 
 @dataclass(frozen=True)
@@ -206,19 +205,6 @@ def _purposes(mean: _Mean) -> set[str]:
 
 
 def _parameters(model: str) -> int:
-    shape = SHAPES[model]
-    return shape[0] * shape[1] ** 2
-
-
-SHAPES: dict[str, tuple[int, int]] = {
-    "gpt2-medium": (24, 1024),
-    "gpt2-large": (36, 1280),
-    "gpt2-large-40": (40, 1200),
-    "bert-large": (24, 1024),
-    "t5-large": (48, 1024),
-    "gpt2-small": (8, 256),
-    "gpt2-tiny": (4, 128),
-    "bert-tiny": (4, 128),
-    "t5-tiny": (4, 128),
-}
-"""Layers and width of the workload's models, here without torch; a test compares them."""
+    """But for embeddings and a factor."""
+    shape = MODELS[model]
+    return len(layers_of(shape)) * shape.width**2

@@ -62,6 +62,8 @@ class Cell:
             return "ranks on hosts of their own share no memory: give shm the link 0"
         if self.transport == "aggregated" and not self.link_mbit:
             return "aggregators stand in a network: give aggregated a link"
+        if self.transport == "aggregated" and self.flow_mbit:
+            return "through aggregators go datagrams: give aggregated no flow_mbit"
         if self.transport == "aggregated" and self.parallel == "pipeline":
             return "a pipeline has hardly anything to sum: aggregated is for data parallel"
         return ""

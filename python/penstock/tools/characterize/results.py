@@ -41,7 +41,6 @@ class Outcome:
     """What a host's link received on average; 0: not counted."""
     receive_peak_mbit: float
     problems: tuple[str, ...] = ()
-    out_of_memory: bool = False
 
     @property
     def communication_ms(self) -> float:
@@ -54,9 +53,6 @@ class Mean(NamedTuple):
     value: float
     half: float
     runs: int
-
-    def __str__(self) -> str:
-        return f"{self.value:.4g}" + (f" ± {self.half:.2g}" if math.isfinite(self.half) else "")
 
 
 def outcome_of(cell: Cell, repeat: int, breakdown: Breakdown, receive_mbit: float, receive_peak_mbit: float) -> Outcome:

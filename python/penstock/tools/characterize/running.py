@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from penstock.errors import Config, PenstockError
@@ -60,13 +61,10 @@ def run(cell: Cell, repeat: int, *, steps: int, seed: int, folder: Path, timeout
     records = folder / f"{cell.key}.{repeat}"
     shutil.rmtree(records, ignore_errors=True)
     table = folder / f"{cell.key}.{repeat}.breakdown"
-    inner = (
-        [sys.executable, "-m", "penstock.tools.characterize.through_aggregators", json.dumps(cell.__dict__)]
-        if cell.transport == "aggregated"
-        else command_of(cell, steps, seed + repeat)
-    )
+    inner = command_of(cell, steps, seed + repeat)
     if cell.transport == "aggregated":
-        inner += [str(steps), str(seed + repeat)]
+        given = [json.dumps(asdict(cell)), str(steps), str(seed + repeat)]
+        inner = [sys.executable, "-m", "penstock.tools.characterize.through_aggregators", *given]
     profile = [sys.executable, "-m", "penstock", "profile", "-o", str(records), "--json", str(table), "--", *inner]
     code, said = _finished(profile, environment_of(cell, os.environ), timeout_s)
     if code != 0:
@@ -108,8 +106,6 @@ def largest_batch(cell: Cell, memory: int, *, seed: int, timeout_s: float, most:
     Raises:
         Config: a run failed for another reason.
     """
-    from dataclasses import replace
-
     unit = (cell.micro_batch or 1) * (1 if cell.parallel == "pipeline" else cell.ranks)
 
     def fits(batch: int) -> bool:

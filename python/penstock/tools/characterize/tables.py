@@ -32,9 +32,6 @@ def times(outcomes: Sequence[Outcome]) -> Table:
     for cell, runs in _by_cell(outcomes).items():
         group = (f"{cell.model}, {cell.parallel} parallel, {cell.scaling} scaling",)
         name = _told(cell)
-        if any(run.out_of_memory for run in runs):
-            lines.append(Line([name, "out of memory", *[""] * 7], group))
-            continue
 
         def part(*phases: str, runs: Sequence[Outcome] = runs) -> str:
             return f"{mean_of([sum(run.work.get(phase, 0.0) for phase in phases) for run in runs]).value:.1f}"
@@ -79,9 +76,7 @@ def comparison(before: Sequence[Outcome], after: Sequence[Outcome]) -> Table:
     for cell in old:
         if cell not in new:
             continue
-        given = [[run.step_ms for run in runs if not run.out_of_memory] for runs in (old[cell], new[cell])]
-        if not all(given):
-            continue
+        given = [[run.step_ms for run in runs] for runs in (old[cell], new[cell])]
         difference = compared(*given)
         told = f"{difference.change:+.1%}" + (f" ± {difference.half:.1%}" if difference.half < 10 else "")
         first, second = (_milliseconds(mean_of(each)) for each in given)
@@ -107,17 +102,14 @@ def judged(found: Sequence[Finding]) -> Table:
 
 
 def page(outcomes: Sequence[Outcome], folder: str) -> Page:
-    """The report. Raises: ValueError, without outcomes."""
-    measured = [one for one in outcomes if not one.out_of_memory]
-    if not measured:
-        raise ValueError("no run has ended")
-    cells = _by_cell(measured)
+    """The report of one run or more."""
+    cells = _by_cell(outcomes)
     shares = {cell: mean_of([run.communication_ms / run.step_ms for run in runs]) for cell, runs in cells.items()}
     most = max(shares, key=lambda cell: shares[cell].value)
     longest = max(_step(runs).value for runs in cells.values())
     bars = [_bar(cell, runs) for cell, runs in cells.items()]
     colours = {name: f"series-{at + 1}" for at, name in enumerate(_PARTS)}
-    problems = sorted({problem for one in measured for problem in one.problems})
+    problems = sorted({problem for one in outcomes for problem in one.problems})
     return Page(
         kind="penstock characterize",
         answer=f"Communication takes {shares[most].value:.0%} of a step of {most.model} at most ({_told(most)}).",
@@ -128,10 +120,10 @@ def page(outcomes: Sequence[Outcome], folder: str) -> Page:
             "Bars are means over ranks and runs; communication is what ranks stand still for.",
         ),
         next=Next("Look into one of the runs.", f"penstock profile --read {folder}/{most.key}.0 --html report.html"),
-        setting=f"{len(measured)} runs of {len(cells)} cells on {machine.describe()['hardware']['cpu']['model']}.",
+        setting=f"{len(outcomes)} runs of {len(cells)} cells on {machine.describe()['hardware']['cpu']['model']}.",
         sections=[
             Section("In numbers", [times(outcomes)]),
-            Section("The paper's statements", [judged(findings(measured))]),
+            Section("The paper's statements", [judged(findings(outcomes))]),
             *([Section("What the records say of themselves", [problems[:20]])] if problems else []),
         ],
     )

@@ -19,7 +19,7 @@ from penstock.profiling.record import Record
 __all__ = ["complaints", "fresh_folder", "not_made", "run", "started"]
 
 CHANGE = "PENSTOCK_PROFILE_CHANGE"
-"""What `recorder/changes.py` reads."""
+"""A JSON object for `recorder/changes.py`: ``backend``, ``bucket_cap_mb``, ``comm_hook``. Penstock has variables of its own."""
 SITE = Path(__file__).with_name("recorder") / "site"
 
 FEW = 3

@@ -68,6 +68,9 @@ def table(breakdown: Breakdown, advice: Advice | None = None) -> str:
                 console.print(f"   Change: {cause.change}.")
         if advice.predictions:
             console.print(predictions(advice).for_terminal())
+            for each in advice.predictions:
+                if each.how:
+                    console.print(f"{each.change}: {each.how}")
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
@@ -100,7 +103,7 @@ def causes(breakdown: Breakdown, advice: Advice) -> Table:
 
 
 def predictions(advice: Advice) -> Table:
-    """What a step would take with something changed."""
+    """What a step would take with something changed; on a page with the numbers that it follows from."""
     found = advice.predictions
     scale = unit(max((each.before_ns for each in found), default=1e6))
     lines = [
@@ -110,8 +113,8 @@ def predictions(advice: Advice) -> Table:
                 scale.text(each.after_ns),
                 f"±{100 * each.error:.0f} %",
                 f"{each.gain:.2f}×",
-                each.how,
-            ]
+            ],
+            meaning=f"{each.how}; {each.because}" if each.how else each.because,
         )
         for each in found
     ]
@@ -120,7 +123,6 @@ def predictions(advice: Advice) -> Table:
         Column(f"a step, {scale.name}"),
         Column("error"),
         Column("faster"),
-        Column("how", is_text=True),
     ]
     now = scale.text(found[0].before_ns) if found else ""
     return Table(f"What a step would take instead of {now} {scale.name} (computed)", columns, lines)

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.workloads.transformer.model import MODELS, Shape, Stage, parameters_of, widths
+from penstock.workloads.transformer.model import Stage, parameters_of, widths
 from penstock.workloads.transformer.pipeline import Pipeline
+from penstock.workloads.transformer.shapes import MODELS, Shape
 
 OUT_OF_MEMORY = 3
 """Exit status of a rank that had not enough memory under ``--memory``."""

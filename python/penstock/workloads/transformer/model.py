@@ -9,57 +9,29 @@ Shapes, as suffixes of tensor names: B sequences in a batch, T positions, D widt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["MODELS", "Shape", "Stage", "cut", "layers_of", "widths"]
+from penstock.workloads.transformer.shapes import Shape, layers_of
+
+__all__ = ["Stage", "cut", "parameters_of", "widths"]
 
 State: TypeAlias = list[Tensor]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a model looks like."""
-
-    kind: str
-    """``decoder`` (GPT-2: causal), ``encoder`` (BERT) or ``both`` (T5: as many layers of each)."""
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int
-    context: int
-    source: str
-
-
-MODELS = {
-    "gpt2-medium": Shape("decoder", 24, 1024, 16, 50257, 1024, "table 1"),
-    "gpt2-large": Shape("decoder", 36, 1280, 20, 50257, 1024, "table 1, data parallel"),
-    "gpt2-large-40": Shape("decoder", 40, 1200, 24, 50257, 1024, "table 1, model parallel"),
-    "bert-large": Shape("encoder", 24, 1024, 16, 30522, 512, "table 1"),
-    "t5-large": Shape("both", 24, 1024, 16, 32128, 512, "table 1"),
-    "gpt2-small": Shape("decoder", 8, 256, 4, 512, 64, "a sibling of 6.5 million parameters"),
-    "gpt2-tiny": Shape("decoder", 4, 128, 4, 512, 64, "a sibling of 0.9 million parameters"),
-    "bert-tiny": Shape("encoder", 4, 128, 4, 512, 64, "a sibling of 0.9 million parameters"),
-    "t5-tiny": Shape("both", 2, 128, 4, 512, 64, "a sibling of 1.0 million parameters"),
-}
-"""By name. `Shape.source` says where it comes from: table 1 is the paper's."""
 
 
 class _Attention(nn.Module):
     """Multi-head attention to the same states, or to others."""
 
-    def __init__(self, shape: Shape, *, is_causal: bool = False, is_cross: bool = False) -> None:
+    def __init__(self, shape: Shape, *, is_causal: bool = False) -> None:
         super().__init__()
         self.heads, self.is_causal = shape.heads, is_causal
         self.query = nn.Linear(shape.width, shape.width)
         self.key_value = nn.Linear(shape.width, 2 * shape.width)
         self.output = nn.Linear(shape.width, shape.width)
         self.norm = nn.LayerNorm(shape.width)
-        self.is_cross = is_cross
 
     def forward(self, x_BTD: Tensor, memory_BTD: Tensor | None = None) -> Tensor:
         normal_BTD = self.norm(x_BTD)
@@ -81,7 +53,7 @@ class _Block(nn.Module):
     def __init__(self, shape: Shape, *, is_causal: bool, is_cross: bool) -> None:
         super().__init__()
         self.attention = _Attention(shape, is_causal=is_causal)
-        self.cross = _Attention(shape, is_cross=True) if is_cross else None
+        self.cross = _Attention(shape) if is_cross else None
         self.norm = nn.LayerNorm(shape.width)
         self.mlp = nn.Sequential(
             nn.Linear(shape.width, 4 * shape.width), nn.GELU(), nn.Linear(4 * shape.width, shape.width)
@@ -134,13 +106,6 @@ class Head(nn.Module):
     def forward(self, state: State, targets_BT: Tensor) -> Tensor:
         logits_BTV = self.norm(state[0]) @ self.tokens.weight.T
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
-
-
-def layers_of(shape: Shape) -> list[str]:
-    """The layers in order, by what they are; the embedding and the head stand at the ends."""
-    if shape.kind == "both":
-        return ["encoder"] * shape.layers + ["turn"] + ["decoder"] * shape.layers
-    return [shape.kind] * shape.layers
 
 
 def cut(shape: Shape, stages: int) -> list[range]:

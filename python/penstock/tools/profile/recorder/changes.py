@@ -12,17 +12,15 @@ from typing import Any
 import torch
 
 from penstock.tools.profile.recorder.collectives import rebind
+from penstock.tools.profile.run import CHANGE
 
-__all__ = ["VARIABLE", "make"]
-
-VARIABLE = "PENSTOCK_PROFILE_CHANGE"
-"""A JSON object: ``backend``, ``bucket_cap_mb``, ``comm_hook``. Settings of Penstock are variables of their own."""
+__all__ = ["make"]
 
 
 def make() -> None:
     """Make the changes that the variable names, where the script lets them: what it would have no place for, or has decided
     itself, stays as it is. Each that was made leaves ``.profile-made-NAME`` in the folder. Called once torch is imported."""
-    text = os.environ.get(VARIABLE)
+    text = os.environ.get(CHANGE)
     if not text or not torch.distributed.is_available():
         return
     change = json.loads(text)
