@@ -6,6 +6,7 @@ from penstock import reports
 from penstock.reports import Axis, Bar, Bars, Card, Curve, Key, Level, Lines, Next, Page, Panel, Part, Picture, Section
 from penstock.reports.numbers import duration, milliseconds, plural, share, times
 from penstock.tools.bench import machine
+from penstock.tools.demo import division
 from penstock.tools.demo.comparison import (
     Comparison,
     Result,
@@ -140,8 +141,7 @@ def step_picture(comparison: Comparison) -> Picture:
             bars.append(Bar("predicted", parts, milliseconds(foreseen.step_s), is_hollow=True))
     key = [Key(name, f"grey-{i + 1}") for i, name in enumerate(("forward", "backward", "optimizer"))]
     base, best = results[0], comparison.featured
-    see = f"With {base.label} a step is {share(base.communication_share)} communication"
-    see += f", with {best.label} {share(best.communication_share)}." if best is not base else "."
+    see = " ".join(division.told(result) for result in ([base] if best is base else [base, best]))
     how = (
         "Grey is computation, timed in the same run with nothing sent, on both hosts at once. Colour is the communication that "
         "computation does not hide."
