@@ -123,8 +123,8 @@ def test_the_largest_batch_is_found_by_bisection(unit: int, limit: int) -> None:
 
 
 def test_what_a_link_carried() -> None:
-    """Mean over steps without the first two, the highest rate, and what was sent, of the busiest interface but the loopback; means over
-    hosts."""
+    """Mean over steps without the first two, the highest rate, and what was sent, of the busiest interface but the loopback;
+    means over hosts."""
     records = []
     for host, rate in (("a", 1e6), ("b", 3e6)):
         record = Record(Header(len(records), 2, host, 1, 0, 0))

@@ -82,8 +82,8 @@ class Table:
         return shown
 
     def fitted(self, width: int) -> RenderableType:
-        """For a terminal of ``width`` columns, with nothing cut: as `for_terminal`; or a table for each group, without columns for
-        groups; or as lines of text."""
+        """For a terminal of ``width`` columns, with nothing cut: as `for_terminal`; or a table for each group, without columns
+        for groups; or as lines of text."""
         if self._least_width(self.groups) <= width:
             return self.for_terminal()
         if self.groups and self._least_width(()) <= width:

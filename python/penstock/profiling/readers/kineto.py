@@ -66,16 +66,26 @@ def read(path: Path) -> tuple[Record, int | None]:
     Raises:
         Config: there is nothing of torch.profiler in it.
     """
-    with opened(path) as text:
-        return _read(text)
+    until_us, said = math.inf, ""
+    while True:
+        with opened(path) as text:
+            chrome = Chrome(text)
+            gathered = _Gathered(until_us)
+            for event in chrome.events():
+                gathered.add(event)
+            if gathered.dropped and (shorter := gathered.first_steps()) is not None:
+                # The file is read again, for as many of its steps as can be kept.
+                until_us, count = shorter
+                total = f"{gathered.kept + gathered.dropped:,}"
+                said = said or f"{path.name} has {total} events, more than {MOST_EVENTS:,}: "
+                kept = f"its first {count} of {len(gathered.marks)} steps are read"
+                continue
+            problems = [said + kept] if said else []
+            return _read(text, chrome, gathered, problems)
 
 
-def _read(text: Text) -> tuple[Record, int | None]:
+def _read(text: Text, chrome: Chrome, gathered: _Gathered, problems: list[str]) -> tuple[Record, int | None]:
     name = text.path.name
-    chrome = Chrome(text)
-    gathered = _Gathered()
-    for event in chrome.events():
-        gathered.add(event)
     about = chrome.about
     if not chrome.has_events:
         raise Config(f"{text.path} is JSON, but no trace: it has no list traceEvents. {WHAT_WE_READ}")
@@ -83,7 +93,7 @@ def _read(text: Text) -> tuple[Record, int | None]:
     if not gathered.host and not gathered.kernels:
         why = f" ({'; '.join(chrome.problems)})" if chrome.problems else ""
         raise Config(f"{text.path} is a Chrome trace without operators or kernels: it is not of torch.profiler{why}")
-    problems = chrome.problems
+    problems += chrome.problems
     if gathered.bad:
         problems.append(f"{name}: {gathered.bad} events have no sensible time and are left out")
     if gathered.dropped:
@@ -130,13 +140,29 @@ def _joined(before: Record, record: Record) -> bool:
 class _Gathered:
     """What of a trace counts; the rest of it is not kept. Times are microseconds as they stand until `settle`."""
 
+    until_us: float = math.inf
+    """What begins later does not count."""
     host: list[Named] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     launches: dict[int, Called] = field(default_factory=dict)
     pid: int = 0
     bad: int = 0
     dropped: int = 0
+    marks: list[tuple[float, float]] = field(default_factory=list)
+    """When the profiler's steps began and ended."""
     _raw: list[tuple[str, str, float, float, Any, dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def kept(self) -> int:
+        return len(self._raw)
+
+    def first_steps(self) -> tuple[float, int] | None:
+        """Until when to read, so that whole steps are kept, and how many these are. None if there is no such time: a single step
+        has too many events, or the file marks no steps."""
+        within = [mark for mark in sorted(self.marks) if mark[1] <= self.until_us]
+        fit = int(len(within) * ROOM * MOST_EVENTS / (self.kept + self.dropped))
+        count = min(max(1, fit), len(within) - 1)
+        return (within[count - 1][1], count) if count > 0 else None
 
     def add(self, event: dict[str, Any]) -> None:
         if event.get("ph") != "X":
@@ -147,6 +173,10 @@ class _Gathered:
         start, length = event.get("ts"), event.get("dur")
         if not _is_time(start) or not _is_time(length):
             self.bad += 1
+            return
+        if category == "host" and timeline.STEP.match(str(event.get("name", ""))):
+            self.marks.append((start, start + length))
+        if start >= self.until_us:
             return
         if len(self._raw) >= MOST_EVENTS:
             self.dropped += 1
@@ -227,3 +257,5 @@ NOTHING: Mapping[str, Any] = {}
 LAST_NS = 1 << 62
 MOST_EVENTS = 2_000_000
 """Of those that count, of one file: about 1 GiB of memory."""
+ROOM = 0.9
+"""Of these events steps are to fill so much, since they are not alike."""
