@@ -244,7 +244,7 @@ def test_many_operators_are_joined_and_none_is_left_out(monkeypatch: pytest.Monk
             events.append(Seen("MulBackward0", start + 100_000, start + 100_400, scope=1, start_thread_id=3))
     found = sampled(events if order == "as they came" else events[::-1])
     # In each block one thread runs for 100 us, and then the other.
-    assert [start for start, _ in found.busy][0] == 0 and found.busy[-1][1] == 999_900
+    assert found.busy[0][0] == 0 and found.busy[-1][1] == 999_900
     assert sum(end - start for start, end in found.busy) >= 990_000 and found.dropped == 0
     alone = sampled([event for event in events if event.scope() != 1])
     assert alone.busy == tuple((block * 200_000, block * 200_000 + 99_900) for block in range(5))

@@ -122,7 +122,7 @@ class Table:
                 numbers = [f"{head} {cell}" for column, head, cell in told if not column.is_text]
                 texts = [f"{head}: {cell}" for column, head, cell in told if column.is_text]
                 yield Text(line.cells[0], style=STYLES[line.kind])
-                for text in (*texts, *_joined(numbers, width - 2)):
+                for text in (*texts, *in_lines(numbers, width - 2, " · ")):
                     yield Padding(Text(text, style=STYLES[line.kind], overflow="fold"), (0, 0, 0, 2))
         if self.note:
             yield Text(self.note)
@@ -168,11 +168,11 @@ class Table:
         return "\n".join(parts)
 
 
-def _joined(parts: Sequence[str], width: int) -> Iterator[str]:
-    """In lines that are no longer than ``width``, unless one part is."""
+def in_lines(parts: Sequence[str], width: int, between: str) -> Iterator[str]:
+    """Parts one after the other, in lines that are no longer than ``width`` unless one part is."""
     line = ""
     for part in parts:
-        longer = f"{line} · {part}" if line else part
+        longer = f"{line}{between}{part}" if line else part
         if line and cell_len(longer) > width:
             yield line
             longer = part

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from penstock.reports.charts import Bar, Bars
 from penstock.reports.page import Page
+from penstock.reports.tables import in_lines
 
 __all__ = ["bars", "print_first_screen"]
 
@@ -17,8 +18,8 @@ def print_first_screen(page: Page, console: Console) -> None:
     console.print(page.answer, style="bold", soft_wrap=True, markup=False)
     if isinstance(page.picture.chart, Bars):
         for line in bars(page.picture.chart, min(console.width, MOST_COLUMNS)):
-            console.print(line, no_wrap=True, crop=False, markup=False, highlight=False)
-    console.print(page.picture.see, soft_wrap=True, markup=False)
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
+    console.print(page.picture.see, markup=False, highlight=False)
     console.print(f"Next: {page.next.text}", style="bold", soft_wrap=True, markup=False)
     for line in page.next.command.splitlines():
         console.print(f"    {line}", soft_wrap=True, markup=False, highlight=False)
@@ -34,7 +35,8 @@ def bars(chart: Bars, width: int) -> Iterator[str]:
     room = max(LEAST_COLUMNS, width - (2 if above else widest + 2) - told - 1)
     longest = max((bar.value for bar in chart.bars), default=0.0) or 1.0
     if chart.key:
-        yield "  ".join(f"{_sign(each.colour, signs, each.is_hollow)} {each.text}" for each in chart.key)
+        entries = [f"{_sign(each.colour, signs, each.is_hollow)} {each.text}" for each in chart.key]
+        yield from in_lines(entries, width, "  ")
     for bar in chart.bars:
         if bar.heading:
             yield bar.heading
@@ -46,8 +48,9 @@ def bars(chart: Bars, width: int) -> Iterator[str]:
 
 def _signs(chart: Bars) -> dict[str, str]:
     """A sign for each colour that the key explains. What it does not explain is what is compared, each in its own colour."""
+    solid = dict.fromkeys(each.colour for each in chart.key if not each.is_hollow)
     coloured = iter(COLOURED)
-    return {each.colour: GREY.get(each.colour) or next(coloured, COLOURED[-1]) for each in chart.key}
+    return {colour: GREY.get(colour) or next(coloured, COLOURED[-1]) for colour in solid}
 
 
 def _sign(colour: str, signs: dict[str, str], is_hollow: bool) -> str:

@@ -134,11 +134,8 @@ def _batches(cells: Sequence[Means], limits: Mapping[Kind, Limit]) -> Picture | 
         # Weak and strong scaling are the same run where ranks and batch are.
         of = [each for each in cells if each.cell.parallel == parallel]
         found = [_by_batch(group) for group in groups(of, ["batch", "scaling"])]
-        # Of many the most telling: those over slow networks, with many batches and ranks.
-        order = sorted(
-            (each for each in found if len(each) > 1),
-            key=lambda each: (not each[0].cell.link_mbit, each[0].cell.link_mbit, -len(each), -each[0].cell.ranks),
-        )
+        # Of many the most telling: those of a wide range of batches, and over slow networks.
+        order = sorted((each for each in found if len(each) > 1), key=_tells)
         curves[parallel] = {f"{each[0].cell.model}, {_joined(each[0])}": each for each in order[:MOST_CURVES]}
     labels = list(dict.fromkeys(label for of in curves.values() for label in of))
     if not labels:
@@ -159,14 +156,22 @@ def _batches(cells: Sequence[Means], limits: Mapping[Kind, Limit]) -> Picture | 
         places = sorted({x for curve in drawn for x in curve.x})
         batch = Axis("batch", "sequences", is_log=True, ticks=places)
         panels.append(Panel(title, batch, Axis("communication", "% of a step", from_zero=True), drawn))
-        small, large = (sum(curve.y[at] for curve in drawn) / len(drawn) for at in (0, -1))
-        where, way = title.partition(" ")[2], "falls" if large < small else "rises"
-        told.append(f"{where} it {way} from {small:.0f} to {large:.0f} %")
-    see = f"Communication's share from the smallest to the largest batch: {'; '.join(told)}."
-    how = "Means of the curves. The paper has at least 34 % data parallel; in a pipeline it has shares that rise with the batch."
+        widest = drawn[0]
+        where, way = title.partition(" ")[2], "falls" if widest.y[-1] < widest.y[0] else "rises"
+        told.append(
+            f"{where} it {way} from {widest.y[0]:.0f} to {widest.y[-1]:.0f} % ({widest.label}, batch {widest.x[0]:.0f} to "
+            f"{widest.x[-1]:.0f})"
+        )
+    see = f"Communication's share of a step with larger batches: {'; '.join(told)}."
+    how = "The paper has at least 34 % data parallel; in a pipeline it has shares that rise with the batch."
     if ends:
         how += " A curve that is marked full ends with the largest batch for which ranks with so much memory have room."
     return Picture("figure-6", Lines(panels), see, how)
+
+
+def _tells(points: Sequence[Means]) -> tuple[object, ...]:
+    first, last = points[0].cell, points[-1].cell
+    return -last.batch / first.batch, not first.link_mbit, first.link_mbit, -len(points), -first.ranks
 
 
 def _by_batch(group: Sequence[Means]) -> list[Means]:
@@ -248,5 +253,5 @@ PARTS = ("forward", "backward", "optimizer and others", "wire", "wait")
 COLOURS = tuple(zip(PARTS, ("grey-1", "grey-2", "grey-3", "series-1", "series-2"), strict=True))
 KEY = [Key(text, colour) for text, colour in COLOURS]
 STEP = Axis("time of a step", "ms")
-FIRST_BARS, MOST_BARS, MOST_CURVES, MOST_NETWORKS = 4, 32, 5, 4
-"""`FIRST_BARS` fit on the first screen of a phone; five curves have colours of their own."""
+FIRST_BARS, MOST_BARS, MOST_CURVES, MOST_NETWORKS = 4, 32, 4, 4
+"""`FIRST_BARS` fit on the first screen of a phone."""

@@ -76,7 +76,7 @@ def _data_strong(of: Sequence[Means]) -> list[Finding]:
         Finding(
             f"{where} and 4",
             "rates fall for checkpoints and evaluations",
-            "runs of a matrix have neither; `penstock profile` of your own script names what each drop of a rate is",
+            "runs of a matrix have neither; penstock profile of your own script names what each drop of a rate is",
             ABSENT,
         ),
     ]

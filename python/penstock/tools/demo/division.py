@@ -11,7 +11,7 @@ from penstock.profiling.breakdown import Breakdown, Moving, Share
 from penstock.tools.demo.comparison import Result
 from penstock.tools.profile import shown
 
-__all__ = ["divided", "told"]
+__all__ = ["SYNC", "divided", "told"]
 
 
 def divided(result: Result) -> Breakdown:
@@ -35,11 +35,15 @@ def divided(result: Result) -> Breakdown:
             "optimizer": 1e9 * phases.optimizer_s,
         }
         step_ns = sum(work.values()) + moved.exposed_ns
-        shares.append(Share(rank, len(training.settled(rank)), 0, step_ns, work, {"data-parallel sync": moved}))
+        shares.append(Share(rank, len(training.settled(rank)), 0, step_ns, work, {SYNC: moved}))
     return Breakdown(tuple(shares))
 
 
 def told(result: Result) -> str:
     """In one sentence, in the words of `penstock profile`."""
     said = shown.answer(divided(result))
-    return f"With {result.label} {said[0].lower()}{said[1:]}."
+    return f"With {result.label}, {said[0].lower()}{said[1:]}."
+
+
+SYNC = "data-parallel sync"
+"""What all of the demo's communication is for."""
