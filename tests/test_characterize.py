@@ -20,6 +20,7 @@ from penstock.profiling.record import Header, Readings, Record, Step
 from penstock.reports import Bars, Lines, Picture
 from penstock.tools.characterize import cli, findings, matrix, memory, report, results, running, tables
 from penstock.tools.characterize.findings import ABSENT, AGREES, DIFFERS, NOISE
+from penstock.tools.characterize.matrix import Cell
 from penstock.tools.characterize.results import Outcome
 from penstock.workloads.transformer.shapes import MODELS
 
@@ -120,6 +121,52 @@ def test_the_largest_batch_is_found_by_bisection(unit: int, limit: int) -> None:
 
     assert memory.largest(fits, unit, 512) == min(limit, 512) // unit * unit
     assert len(tried) <= 22 and all(batch % unit == 0 and batch <= 512 for batch in tried)
+
+
+@pytest.mark.parametrize("limit", [4, 37, 300])
+def test_a_search_for_the_largest_batch_goes_on_where_it_stopped(limit: int, tmp_path: Path) -> None:
+    """What was tried is not tried again, by another command either; for another kind of cell or other memory it is. What came to
+    its end is known as a limit, and a search that did not is none."""
+    tried: list[int] = []
+
+    def fits(cell: Cell) -> bool:
+        tried.append(cell.batch)
+        if len(tried) == stop:
+            raise KeyboardInterrupt
+        return cell.batch <= limit
+
+    stop = 2
+    with pytest.raises(KeyboardInterrupt):
+        memory.Tries(tmp_path).largest(CELL, 512, fits)
+    assert not memory.Tries(tmp_path).limits()
+    stop = 0
+    assert memory.Tries(tmp_path).largest(CELL, 512, fits) == limit // 2 * 2
+    assert sorted(tried) == sorted([*set(tried), tried[1]]), (
+        "the try that was interrupted is made anew, and none but that"
+    )
+    before = list(tried)
+    assert memory.Tries(tmp_path).largest(replace(CELL, transport="gloo", link_mbit=0.0), 512, fits) == limit // 2 * 2
+    assert tried == before
+    assert memory.Tries(tmp_path).limits() == {memory.kind_of(CELL): memory.Limit(limit // 2 * 2, 512)}
+    memory.Tries(tmp_path).largest(CELL, 1024, fits)
+    assert len(tried) == 2 * len(set(tried)) + 1 and memory.Tries(tmp_path).limits()[memory.kind_of(CELL)].mib == 1024
+    path = tmp_path / "memory.jsonl"
+    path.write_text(path.read_text() + '{"kind": 3}\n[]\n{"kind": {"model": "g')
+    assert memory.Tries(tmp_path).limits(), "lines without sense are left out"
+    path.write_text("{}\n")
+    with pytest.raises(Config, match="remove it, and the largest batches are looked for again"):
+        memory.Tries(tmp_path)
+
+
+def test_a_search_is_made_once(tmp_path: Path) -> None:
+    """For real, under a limit below what torch itself takes; a second command looks for nothing."""
+    path = written(tmp_path, "{models: gpt2-tiny, batches: 4, transports: gloo, steps: 4, repeats: 1}")
+    command = [sys.executable, "-m", "penstock", "characterize", str(path), "--memory", "64"]
+    first, second = (subprocess.run(command, capture_output=True, text=True, check=False) for _ in range(2))
+    assert first.returncode == 0 == second.returncode, first.stderr + second.stderr
+    assert "does a batch of 2 fit?" in first.stderr and "not even one sequence a rank fits" in first.stderr
+    assert "does a batch" not in second.stderr and "not even one sequence a rank fits" in second.stderr
+    assert "1 of 1 runs are in" in second.stderr
 
 
 def test_what_a_link_carried() -> None:
@@ -317,7 +364,7 @@ def test_tables_and_a_comparison(tmp_path: Path) -> None:
         "30.0",
         "10.0",
         "40%",
-        "60, 90 of 100",
+        "60, 90",
     ]
     for name, given in (("a", first), ("b", second)):
         (tmp_path / name).mkdir()

@@ -98,5 +98,4 @@ def _milliseconds(mean: Mean) -> str:
 def _rate(each: Means) -> str:
     if not each.received:
         return ""
-    of = f" of {each.cell.link_mbit:g}" if each.cell.link_mbit else ""
-    return f"{each.received:.0f}, {each.mean(lambda run: run.receive_peak_mbit):.0f}{of}"
+    return f"{each.received:.0f}, {each.mean(lambda run: run.receive_peak_mbit):.0f}"
