@@ -18,7 +18,7 @@ from penstock.errors import Config
 from penstock.profiling.breakdown import Breakdown, Moving, Share
 from penstock.profiling.record import Header, Readings, Record, Step
 from penstock.reports import Bars, Lines, Picture
-from penstock.tools.characterize import cli, findings, matrix, memory, report, results, running, tables
+from penstock.tools.characterize import cli, figures, findings, matrix, means, memory, report, results, running, tables
 from penstock.tools.characterize.findings import ABSENT, AGREES, DIFFERS, NOISE
 from penstock.tools.characterize.matrix import Cell
 from penstock.tools.characterize.results import Outcome
@@ -188,9 +188,11 @@ def test_what_a_link_carried() -> None:
 
 def test_outcomes_are_kept_and_read_again(tmp_path: Path) -> None:
     moving = Moving(4e6, 1e6, 2e6, 0.0, 1000.0, 3.0, {1: 1e6})
-    shares = tuple(Share(rank, 20, 5, 1e7 + rank * 2e6, {"forward": 5e6}, {"tensor": moving}) for rank in (0, 1))
+    work = {"forward": 5e6, "profiler": 3e6}
+    shares = tuple(Share(rank, 20, 5, 1.3e7 + rank * 2e6, work, {"tensor": moving}) for rank in (0, 1))
     made = results.outcome_of(CELL, 2, Breakdown(shares, {}, ("a remark",)), results.Rates(12.0, 34.0, 11.0))
-    assert made.step_ms == pytest.approx(11) and made.exposed == {"tensor": pytest.approx(5)}
+    assert made.step_ms == pytest.approx(11) and made.work == {"forward": 5.0}, "without what measuring took"
+    assert made.exposed == {"tensor": pytest.approx(5)}
     assert made.waits["tensor"] == pytest.approx(1) and made.hidden["tensor"] == pytest.approx(2)
     assert (made.receive_mbit, made.receive_peak_mbit, made.sent_mbit) == (12.0, 34.0, 11.0)
     results.write(tmp_path, made)
@@ -280,6 +282,18 @@ def test_a_finding_is_not_judged_by_noise_nor_without_cells() -> None:
     assert (lacking.verdict, lacking.here) == (ABSENT, "the matrix has no data parallel cells over two links")
     alone = findings.findings([outcome(replace(CELL, link_mbit=0.0, transport="gloo"))])
     assert {each.verdict for each in alone} == {ABSENT}
+
+
+def test_the_matrix_of_the_findings_has_cells_for_each(root: Path) -> None:
+    """Runs of examples/findings.yaml, made up, can judge all findings and draw all figures; each of its cells can run, and there
+    are no more runs than go into a quarter of an hour, at 15 s each."""
+    given = matrix.read(root / "examples" / "findings.yaml", sorted(MODELS))
+    assert not given.left_out and len(given.cells) * given.repeats <= 60
+    runs = [outcome(cell, repeat, sent_mbit=60.0) for cell in given.cells for repeat in range(given.repeats)]
+    absent = [each.says for each in findings.findings(runs) if each.verdict == ABSENT]
+    assert absent == ["rates fall for checkpoints and evaluations"]
+    titles = [each.title.partition(":")[0] for each in figures.sections(means.means(runs), {})]
+    assert titles == [f"Figure {number}" for number in range(3, 8)]
 
 
 def test_ratios_have_the_noise_of_all_their_cells() -> None:

@@ -97,14 +97,14 @@ class Table:
         for at, column in enumerate((*groups, *self.columns)):
             texts = [*column.head.split("\n"), *(each[at] for each in cells)]
             longest = max(map(cell_len, texts))
-            if column.is_text and column is not self.columns[0]:
+            if column.is_text and column is not self.columns[0] and at >= len(groups):
                 words = max((cell_len(word) for text in texts for word in text.split()), default=0)
                 longest = max(words, min(longest, LEAST_TEXT))
             total += longest + 2
         return total
 
     def _by_group(self) -> Iterator[RenderableType]:
-        yield Text(self.title, style="bold")
+        yield Text(f"\n{self.title}", style="bold")
         for group, lines in itertools.groupby(self.lines, key=lambda line: line.group):
             alone = [replace(line, group=()) for line in lines]
             yield replace(self, title=", ".join(group), lines=alone, groups=(), note="").for_terminal()
@@ -112,7 +112,7 @@ class Table:
             yield Text(self.note)
 
     def _as_text(self, width: int) -> Iterator[RenderableType]:
-        yield Text(self.title, style="bold")
+        yield Text(f"\n{self.title}", style="bold")
         heads = [" ".join(column.head.split()) for column in self.columns]
         for group, lines in itertools.groupby(self.lines, key=lambda line: line.group):
             if group:

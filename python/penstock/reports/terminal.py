@@ -15,12 +15,12 @@ __all__ = ["bars", "print_first_screen"]
 
 def print_first_screen(page: Page, console: Console) -> None:
     """What the page says first. Only bars are drawn; of other pictures there is what to see in them."""
-    console.print(page.answer, style="bold", soft_wrap=True, markup=False)
+    console.print(page.answer, style="bold", soft_wrap=True, markup=False, highlight=False)
     if isinstance(page.picture.chart, Bars):
         for line in bars(page.picture.chart, min(console.width, MOST_COLUMNS)):
             console.print(line, soft_wrap=True, markup=False, highlight=False)
     console.print(page.picture.see, markup=False, highlight=False)
-    console.print(f"Next: {page.next.text}", style="bold", soft_wrap=True, markup=False)
+    console.print(f"Next: {page.next.text}", style="bold", soft_wrap=True, markup=False, highlight=False)
     for line in page.next.command.splitlines():
         console.print(f"    {line}", soft_wrap=True, markup=False, highlight=False)
 

@@ -79,12 +79,18 @@ def command(
     if not outcomes:
         raise click.ClickException(f"{folder} has no run that has ended")
     from penstock.reports.terminal import print_first_screen
-    from penstock.tools.characterize.findings import findings
+    from penstock.tools.characterize.findings import ABSENT, findings
     from penstock.tools.characterize.report import page
 
     console = result_console()
-    for table in (tables.times(outcomes), tables.judged(findings(outcomes))):
-        console.print(table.fitted(console.width))
+    console.print(tables.times(outcomes).fitted(console.width))
+    found = findings(outcomes)
+    judged = [each for each in found if each.verdict != ABSENT]
+    if judged:
+        console.print(tables.judged(judged).fitted(console.width))
+    if len(judged) < len(found):
+        text = f"{len(found) - len(judged)} of {len(found)} findings of the paper need cells that this matrix does not have"
+        console.print(f"{text}: the report lists them (--html)\n", highlight=False)
     told = page(outcomes, str(folder), limits)
     print_first_screen(told, console)
     if html_path:

@@ -19,11 +19,13 @@ from penstock.tools.characterize.matrix import Cell
 __all__ = ["Mean", "Outcome", "Rates", "Ratio", "compared", "mean_of", "outcome_of", "ratio", "read", "write"]
 
 FORMAT = "penstock-characterization/1"
+MEASURING = "profiler"
+"""A phase (`breakdown.PHASES`): in runs of few steps, of which some are sampled, a fourth of the step."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run of a cell. Times are means over its ranks, in ms of a mean step."""
+    """One run of a cell. Times are means over its ranks, in ms of a mean step without what measuring it took."""
 
     cell: Cell
     repeat: int
@@ -82,7 +84,7 @@ def outcome_of(cell: Cell, repeat: int, breakdown: Breakdown, rates: Rates) -> O
     def mean(of: Iterable[float]) -> float:
         return sum(of) / len(shares) / 1e6
 
-    phases = sorted({phase for share in shares for phase in share.work})
+    phases = sorted({phase for share in shares for phase in share.work} - {MEASURING})
     purposes = sorted({purpose for share in shares for purpose in share.communication})
 
     def by_purpose(of: Callable[[Any], float]) -> dict[str, float]:
@@ -94,7 +96,7 @@ def outcome_of(cell: Cell, repeat: int, breakdown: Breakdown, rates: Rates) -> O
     return Outcome(
         cell,
         repeat,
-        mean(share.step_ns for share in shares),
+        mean(share.step_ns - share.work.get(MEASURING, 0.0) for share in shares),
         {phase: mean(share.work.get(phase, 0.0) for share in shares) for phase in phases},
         by_purpose(lambda moving: moving.exposed_ns),
         by_purpose(lambda moving: moving.exposed_wait_ns),
