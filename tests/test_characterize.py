@@ -282,6 +282,13 @@ def test_a_finding_is_not_judged_by_noise_nor_without_cells() -> None:
     assert (lacking.verdict, lacking.here) == (ABSENT, "the matrix has no data parallel cells over two links")
     alone = findings.findings([outcome(replace(CELL, link_mbit=0.0, transport="gloo"))])
     assert {each.verdict for each in alone} == {ABSENT}
+    idle = [
+        outcome(cell, exposed={}, waits={}, work={}, receive_mbit=0.0) for cell in (slow, fast, replace(slow, ranks=4))
+    ]
+    judged = {each.says.partition(":")[0]: each.verdict for each in findings.findings(idle)}
+    assert {verdict for says, verdict in judged.items() if "most of a step" not in says and "step" not in says} == {
+        ABSENT
+    }
 
 
 def test_the_matrix_of_the_findings_has_cells_for_each(root: Path) -> None:
@@ -302,7 +309,7 @@ def test_ratios_have_the_noise_of_all_their_cells() -> None:
     assert found.value == pytest.approx(2.5)
     # Two degrees of freedom, four values 10 % off: a variance of 0.02. 4 x (1/2 + 1/2) + 9 x (1 + 1) = 22.
     assert found.half == pytest.approx(4.303 * math.sqrt(0.02 * 22) / 2)
-    assert results.ratio([([10.0], [30.0])]) == (3.0, None) and results.ratio([([0.0], [1.0])]) == (0.0, None)
+    assert results.ratio([([10.0], [30.0])]) == (3.0, None, 1) and results.ratio([([0.0], [1.0])]) == (0.0, None, 0)
 
 
 def test_figures_6_and_7_are_of_the_cells_that_they_are_about() -> None:

@@ -66,7 +66,7 @@ def read(path: Path) -> tuple[Record, int | None]:
     Raises:
         Config: there is nothing of torch.profiler in it.
     """
-    until_us, said = math.inf, ""
+    until_us, cut = math.inf, ""
     while True:
         with opened(path) as text:
             chrome = Chrome(text)
@@ -75,16 +75,14 @@ def read(path: Path) -> tuple[Record, int | None]:
                 gathered.add(event)
             if gathered.dropped and (shorter := gathered.first_steps()) is not None:
                 # The file is read again, for as many of its steps as can be kept.
-                until_us, count = shorter
-                total = f"{gathered.kept + gathered.dropped:,}"
-                said = said or f"{path.name} has {total} events, more than {MOST_EVENTS:,}: "
-                kept = f"its first {count} of {len(gathered.marks)} steps are read"
+                until_us = shorter
+                cut = cut or f"{path.name} has {gathered.kept + gathered.dropped:,} events, more than {MOST_EVENTS:,}"
                 continue
-            problems = [said + kept] if said else []
-            return _read(text, chrome, gathered, problems)
+            return _read(text, chrome, gathered, cut)
 
 
-def _read(text: Text, chrome: Chrome, gathered: _Gathered, problems: list[str]) -> tuple[Record, int | None]:
+def _read(text: Text, chrome: Chrome, gathered: _Gathered, cut: str) -> tuple[Record, int | None]:
+    """``cut`` says why not all of its steps are there, if they are not."""
     name = text.path.name
     about = chrome.about
     if not chrome.has_events:
@@ -93,7 +91,7 @@ def _read(text: Text, chrome: Chrome, gathered: _Gathered, problems: list[str]) 
     if not gathered.host and not gathered.kernels:
         why = f" ({'; '.join(chrome.problems)})" if chrome.problems else ""
         raise Config(f"{text.path} is a Chrome trace without operators or kernels: it is not of torch.profiler{why}")
-    problems += chrome.problems
+    problems = chrome.problems
     if gathered.bad:
         problems.append(f"{name}: {gathered.bad} events have no sensible time and are left out")
     if gathered.dropped:
@@ -103,6 +101,11 @@ def _read(text: Text, chrome: Chrome, gathered: _Gathered, problems: list[str]) 
     groups = collectives.groups(info)
     host = Host(gathered.host, gathered.launches, rank)
     steps, samples, how = timeline.steps(host, gathered.kernels, groups, problems, name)
+    if cut:
+        if gathered.kernels and len(steps) > 1:
+            # A device is behind the host: of the last step it has run a part only.
+            steps, samples = steps[:-1], samples[:-1]
+        problems.append(f"{cut}: its first {len(steps)} of {len(gathered.marks)} steps are read")
     start_ns = steps[0].start_ns
     backend = info.get("backend") if isinstance(info, dict) else None
     said = {
@@ -156,13 +159,13 @@ class _Gathered:
     def kept(self) -> int:
         return len(self._raw)
 
-    def first_steps(self) -> tuple[float, int] | None:
-        """Until when to read, so that whole steps are kept, and how many these are. None if there is no such time: a single step
-        has too many events, or the file marks no steps."""
+    def first_steps(self) -> float | None:
+        """Until when to read, so that whole steps are kept. None if there is no such time: a single step has too many events, or
+        the file marks no steps."""
         within = [mark for mark in sorted(self.marks) if mark[1] <= self.until_us]
         fit = int(len(within) * ROOM * MOST_EVENTS / (self.kept + self.dropped))
         count = min(max(1, fit), len(within) - 1)
-        return (within[count - 1][1], count) if count > 0 else None
+        return within[count - 1][1] if count > 0 else None
 
     def add(self, event: dict[str, Any]) -> None:
         if event.get("ph") != "X":

@@ -223,7 +223,7 @@ def _less_than_data(of: Sequence[Means], data: Sequence[Means]) -> Finding:
             return _absent(about, "cells of both kinds over two links")
         found.append(ratio(_runs([(high, low) for low, high in pairs], _step)))
     halves = [each.half for each in found if each.half is not None]
-    both = Ratio(found[0].value - found[1].value, math.hypot(*halves) if len(halves) == len(found) else None)
+    both = Ratio(found[0].value - found[1].value, math.hypot(*halves) if len(halves) == len(found) else None, 1)
     told = f"data parallel {found[0].value:.2f} times, pipeline {found[1].value:.2f}"
     return Finding(*about, told, _verdict(both.value, both))
 
@@ -376,6 +376,8 @@ def _absent(about: tuple[str, str], lacks: str) -> Finding:
 def _verdict(by: float, found: Ratio) -> str:
     """Of ``by``, by how much it is as the paper says, beside the noise of ``found``. With one run of each cell noise is not
     known, and what was measured counts."""
+    if not found.pairs:
+        return ABSENT
     if found.half is not None and abs(by) <= found.half:
         return NOISE
     return AGREES if by > 0 else DIFFERS

@@ -154,6 +154,8 @@ class Ratio(NamedTuple):
 
     value: float
     half: float | None
+    pairs: int
+    """Over which it is: those whose first value is not 0."""
 
 
 def ratio(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Ratio:
@@ -163,18 +165,18 @@ def ratio(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Ratio:
     """
     known = [(before, after) for before, after in pairs if statistics.fmean(before) > 0]
     if not known:
-        return Ratio(0.0, None)
+        return Ratio(0.0, None, 0)
     ratios = [statistics.fmean(after) / statistics.fmean(before) for before, after in known]
     runs = [each for pair in known for each in pair if statistics.fmean(each) > 0]
     freedom = sum(len(each) - 1 for each in runs)
     value = statistics.fmean(ratios)
     if not freedom:
-        return Ratio(value, None)
+        return Ratio(value, None, len(known))
     noise = sum((one / statistics.fmean(each) - 1) ** 2 for each in runs for one in each) / freedom
     spread = sum(
         each**2 * (1 / len(before) + 1 / len(after)) for each, (before, after) in zip(ratios, known, strict=True)
     )
-    return Ratio(value, _t(freedom) * math.sqrt(noise * spread) / len(known))
+    return Ratio(value, _t(freedom) * math.sqrt(noise * spread) / len(known), len(known))
 
 
 class Difference(NamedTuple):
