@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -423,6 +428,43 @@ def test_a_matrix_runs_and_goes_on(tmp_path: Path) -> None:
     kept.unlink()
     again = subprocess.run(command[:-2], capture_output=True, text=True, check=False)
     assert again.returncode == 0 and "1 of 2 runs are in" in again.stderr and kept.is_file(), again.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_matrix_that_is_stopped_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
+    """In mid run: it says where what has ended is, and no process of the run goes on."""
+    path = written(tmp_path, "{models: gpt2-tiny, batches: 4, transports: gloo, steps: 100000, repeats: 1}")
+    mark = f"TEST_CHARACTERIZE={path}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", "characterize", str(path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **dict([mark.split("=", 1)])},
+    )
+
+    def running() -> int:
+        found = 0
+        for each in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                found += mark.encode() in each.read_bytes().split(b"\0")
+        return found
+
+    def until(holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not holds():
+            assert time.monotonic() < deadline and (process.poll() is None or holds())
+            time.sleep(0.05)
+
+    with process:
+        try:
+            until(lambda: running() >= 5)  # the command, the profile, torchrun, two ranks
+            process.send_signal(number)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130 and f"that have ended are in {tmp_path / 'matrix.runs'}" in said, said
+    assert "Traceback" not in said
+    until(lambda: not running())
 
 
 @pytest.mark.parametrize(
