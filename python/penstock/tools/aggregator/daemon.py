@@ -30,10 +30,9 @@ def options(role: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
             if value is None:
                 option = click.option(f"--{name}", is_flag=True, help=text)
             else:
-                shown = default is not None
-                option = click.option(
-                    f"--{name}", type=_Value(name), metavar=value, default=default, show_default=shown, help=text
-                )
+                # Shown, and not passed on: the daemon's own default of --memory is what the machine has, if that is less.
+                shown = default or False
+                option = click.option(f"--{name}", type=_Value(name), metavar=value, show_default=shown, help=text)
             function = option(function)
         return function
 
