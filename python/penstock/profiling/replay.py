@@ -19,20 +19,34 @@ import heapq
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from penstock.profiling.breakdown import OTHER, PURPOSES
 from penstock.profiling.clocks import Clock, clocks
 from penstock.profiling.divide import flight, standing
-from penstock.profiling.intervals import Piece, union
+from penstock.profiling.intervals import Piece, overlaps, union
 from penstock.profiling.matching import Kind, Meeting, by_rank, kind, meetings
 from penstock.profiling.phases import marked_waits
 from penstock.profiling.record import Operation, Record, Sample, Step
 from penstock.profiling.turns import turns
 from penstock.runtime.wire import sent_bytes
 
-__all__ = ["Act", "Model", "Move", "Period", "Wire", "evened", "merged", "models", "run", "wire_bytes", "wires"]
+__all__ = [
+    "Act",
+    "Model",
+    "Move",
+    "Period",
+    "Turns",
+    "Wire",
+    "burdened",
+    "evened",
+    "merged",
+    "models",
+    "run",
+    "wire_bytes",
+    "wires",
+]
 
 
 class Move(NamedTuple):
@@ -43,11 +57,14 @@ class Move(NamedTuple):
     """That a rank's link carries in one direction."""
     purpose: str
     lane: tuple[int, ...]
-    """Moves of one lane take turns: ``()`` for all collectives, the two ranks for sends."""
+    """Moves of one lane take turns: ``()`` for all collectives between hosts, the first rank for those within one, and sender and
+    receiver for sends, since links carry both directions at a time."""
     operation: str
     group: str
     element_bytes: int = 0
     """0: unknown."""
+    is_inside: bool = False
+    """All its ranks share a host: nothing of it crosses a link."""
 
 
 class Act(NamedTuple):
@@ -59,13 +76,16 @@ class Act(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """How long a move takes."""
+    """How long a move between hosts takes, and, if there are such, one within a host."""
 
     latency_ns: float
     per_byte_ns: float
+    inside: tuple[float, float] | None = None
+    """The same two within a host; None: as between hosts."""
 
     def takes(self, move: Move) -> float:
-        return self.latency_ns + move.bytes * self.per_byte_ns
+        latency_ns, per_byte_ns = self.inside if move.is_inside and self.inside else self[:2]
+        return latency_ns + move.bytes * per_byte_ns
 
 
 class Period(NamedTuple):
@@ -74,6 +94,18 @@ class Period(NamedTuple):
     moves: int
     bytes: float
     ns: float
+    shortest_ns: float
+    """The shortest move, from when it was ready."""
+    is_inside: bool = False
+
+
+class Turns(NamedTuple):
+    """The forward and backward passes of a rank's step. Without what the rank stands still for."""
+
+    before_ns: float
+    order: tuple[tuple[bool, float], ...]
+    """Whether forward, and how long, with as much of what lies between passes."""
+    after_ns: float
 
 
 @dataclass(frozen=True)
@@ -89,8 +121,8 @@ class Model:
     measured_ns: float
     """The step's length, mean over the ranks."""
     periods: tuple[Period, ...]
-    shortest_ns: float
-    """The shortest move, from when it was ready."""
+    turns: Mapping[int, Turns] = field(default_factory=dict)
+    """By rank, what it computes if it is a stage of a pipeline."""
 
 
 def wire_bytes(operation: Operation, ranks: int) -> float:
@@ -107,8 +139,12 @@ def wire_bytes(operation: Operation, ranks: int) -> float:
     return float(operation.bytes)
 
 
-def models(records: Sequence[Record]) -> list[Model]:
-    """A model of every sampled step that all ranks have, and in which every operation has its partners. O(n log n)."""
+def models(records: Sequence[Record], hosts: Mapping[int, str] | None = None) -> list[Model]:
+    """A model of every sampled step that all ranks have, and in which every operation has its partners. O(n log n).
+
+    Args:
+        hosts: by rank; a rank that is not there has one of its own.
+    """
     ranks, _ = by_rank(records)
     if not ranks:
         return []
@@ -126,8 +162,8 @@ def models(records: Sequence[Record]) -> list[Model]:
         here = by_step.get(number, [])
         if not here or not all(meeting.is_whole for meeting in here):
             continue
-        moves, move_of = _moves(here)
-        acts, starts, lengths = {}, {}, []
+        moves, move_of = _moves(here, hosts or {})
+        acts, starts, lengths, passes = {}, {}, [], {}
         for record, own_samples, own_steps in zip(ranks, samples, steps, strict=True):
             rank, step = record.header.rank, own_steps[number]
             clock = clock_of[record.header.host]
@@ -135,12 +171,11 @@ def models(records: Sequence[Record]) -> list[Model]:
             waits = marked_waits(step)
             still = standing(step, own_samples[number], waits, flight(courses, step.start_ns, step.end_ns))
             acts[rank] = _acts(step, own_samples[number], waits, still, move_of.get(rank, {}))
+            passes[rank] = _turns(step, union([*((a, b, None) for a, b, _ in waits), *still]))
             starts[rank] = clock.on_first(step.start_ns)
             lengths.append(step.end_ns - step.start_ns)
-        periods, shortest = _periods(
-            moves, here, {record.header.rank: clock_of[record.header.host] for record in ranks}
-        )
-        found.append(Model(number, starts, acts, moves, statistics.fmean(lengths), periods, shortest))
+        periods = _periods(moves, here, {record.header.rank: clock_of[record.header.host] for record in ranks})
+        found.append(Model(number, starts, acts, moves, statistics.fmean(lengths), periods, passes))
     return found
 
 
@@ -188,19 +223,22 @@ def run(model: Model, takes: Callable[[Move], float]) -> float:
     return statistics.fmean(now[rank] - start for rank, start in model.starts_ns.items())
 
 
-def _moves(met: Iterable[Meeting]) -> tuple[tuple[Move, ...], dict[int, dict[int, int]]]:
+def _moves(met: Iterable[Meeting], hosts: Mapping[int, str]) -> tuple[tuple[Move, ...], dict[int, dict[int, int]]]:
     """The moves of a step, and by rank for each of its operations (by identity) which one it is."""
     moves: list[Move] = []
     move_of: dict[int, dict[int, int]] = {}
     for meeting in met:
         ranks = tuple(rank for rank, _ in meeting.parts)
         operation = meeting.parts[0][1]
-        purpose = next((one.purpose for _, one in meeting.parts if one.purpose in PURPOSES), OTHER)
+        # Of a send and a receive the latter's, which tells the direction in a pipeline.
+        purpose = next((one.purpose for _, one in reversed(meeting.parts) if one.purpose in PURPOSES), OTHER)
         nbytes = max(wire_bytes(one, len(ranks)) for _, one in meeting.parts)
-        lane = tuple(sorted(ranks)) if meeting.kind is Kind.SEND else ()
+        is_inside = len({hosts.get(rank, str(rank)) for rank in ranks}) == 1
+        lane = ranks if meeting.kind is Kind.SEND else (min(ranks),) if is_inside else ()
         for rank, one in meeting.parts:
             move_of.setdefault(rank, {})[id(one)] = len(moves)
-        moves.append(Move(ranks, nbytes, purpose, lane, operation.name, operation.group, operation.element_bytes))
+        of = (operation.name, operation.group, operation.element_bytes, is_inside)
+        moves.append(Move(ranks, nbytes, purpose, lane, *of))
     return tuple(moves), move_of
 
 
@@ -233,9 +271,8 @@ def _acts(
             after = bisect.bisect_right(by_end, end + (end - start) // LATE, key=lambda one: one.ended_ns)
             ended = [one for one in by_end[until:after] if one.issued_ns < end][:1]
         named = [one for one in ended if kind(one.name) is kind(name) and one.group == group] if name else []
-        last = max(named or ended, key=lambda one: one.ended_ns, default=None)
-        if last is not None:
-            events.append((start, min(last.ended_ns, end), move_of[id(last)], False))
+        # What shares the wire ends in any order, so the thread waited for all of them.
+        events += [(start, min(one.ended_ns, end), move_of[id(one)], False) for one in named or ended]
     events.sort(key=lambda event: (event[0], not event[3]))
     acts: list[Act] = []
     done_ns = step.start_ns
@@ -246,6 +283,29 @@ def _acts(
     return tuple(acts)
 
 
+def _turns(step: Step, stood: Sequence[Piece[None]]) -> Turns:
+    """What the thread computes in its outermost passes. It stands still in the pieces of ``stood``."""
+    passes: list[tuple[int, int, bool]] = []
+    for span in sorted(step.spans, key=lambda span: (span.start_ns, -span.end_ns)):
+        if span.phase in ("forward", "backward") and (not passes or span.start_ns >= passes[-1][1]):
+            passes.append((span.start_ns, span.end_ns, span.phase == "forward"))
+
+    def ran(windows: Sequence[tuple[int, int]]) -> list[float]:
+        left = [float(end - start) for start, end in windows]
+        for start, end, at, _ in overlaps([(a, b, at) for at, (a, b) in enumerate(windows)], stood):
+            left[at] -= end - start
+        return left
+
+    if not passes:
+        return Turns(ran([(step.start_ns, step.end_ns)])[0], (), 0.0)
+    first, last = passes[0][0], passes[-1][1]
+    before, inner, after = ran([(step.start_ns, first), (first, last), (last, step.end_ns)])
+    took = ran([each[:2] for each in passes])
+    between = (inner - sum(took)) / len(passes)
+    order = tuple((is_forward, ns + between) for (_, _, is_forward), ns in zip(passes, took, strict=True))
+    return Turns(before, order, after)
+
+
 def wires(found: Sequence[Model], link_bytes_s: float = 0.0) -> tuple[Wire, ...]:
     """What the wire may be: one, or two where latency and time per byte cannot be told apart; none without moves.
 
@@ -253,6 +313,15 @@ def wires(found: Sequence[Model], link_bytes_s: float = 0.0) -> tuple[Wire, ...]
         link_bytes_s: what the link carries at most, if that is known.
     """
     periods = [period for model in found for period in model.periods]
+    crossing = [period for period in periods if not period.is_inside]
+    within = [period for period in periods if period.is_inside]
+    if not crossing:
+        return _fitted(within, 0.0)
+    inside = next((wire[:2] for wire in _fitted(within, 0.0)), None)
+    return tuple(wire._replace(inside=inside) for wire in _fitted(crossing, link_bytes_s))
+
+
+def _fitted(periods: Sequence[Period], link_bytes_s: float) -> tuple[Wire, ...]:
     if not periods:
         return ()
     # min sum ((moves a + bytes b - t) / t)^2 with a and b not below 0.
@@ -266,16 +335,14 @@ def wires(found: Sequence[Model], link_bytes_s: float = 0.0) -> tuple[Wire, ...]
     if determinant > ALIKE * aa * bb:
         latency, per_byte = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
         return (Wire(a1 / aa, 0.0) if per_byte < 0 else plain if latency < 0 else Wire(latency, per_byte),)
-    moves, nbytes, ns = (sum(each) for each in zip(*periods, strict=True))
+    moves, nbytes, ns = (sum(period[at] for period in periods) for at in range(3))
     least = 1e9 / link_bytes_s if link_bytes_s else 0.0
-    latency = max(0.0, min((ns - nbytes * least) / moves, *(model.shortest_ns for model in found if model.moves)))
+    latency = max(0.0, min((ns - nbytes * least) / moves, *(period.shortest_ns for period in periods)))
     return (plain, Wire(latency, max(0.0, ns - moves * latency) / nbytes))
 
 
-def _periods(
-    moves: Sequence[Move], met: Sequence[Meeting], clock: Mapping[int, Clock]
-) -> tuple[tuple[Period, ...], float]:
-    """The busy periods of a step, and its shortest move."""
+def _periods(moves: Sequence[Move], met: Sequence[Meeting], clock: Mapping[int, Clock]) -> tuple[Period, ...]:
+    """The busy periods of a step."""
     lanes: dict[tuple[int, ...], list[tuple[float, float, Move]]] = {}
     for move, meeting in zip(moves, met, strict=True):
         all_there = max(float(clock[rank].on_first(one.issued_ns)) for rank, one in meeting.parts)
@@ -287,12 +354,13 @@ def _periods(
         for ready, ended, move in sorted(lane, key=lambda span: span[:2]):
             if ready > until:
                 since, until = ready, ended
-                found.append(Period(1, move.bytes, until - since))
+                found.append(Period(1, move.bytes, until - since, ended - ready, move.is_inside))
             else:
                 until = max(until, ended)
-                before = found[-1]
-                found[-1] = Period(before.moves + 1, before.bytes + move.bytes, until - since)
-    return tuple(found), min((ended - ready for lane in lanes.values() for ready, ended, _ in lane), default=0.0)
+                last = found[-1]
+                shortest_ns = min(last.shortest_ns, ended - ready)
+                found[-1] = Period(last.moves + 1, last.bytes + move.bytes, until - since, shortest_ns, last.is_inside)
+    return tuple(found)
 
 
 def _squares(points: Sequence[tuple[float, float]]) -> Iterable[list[tuple[float, float]]]:
@@ -344,6 +412,20 @@ def merged(model: Model, least_bytes: float, is_bucket: Callable[[Move], bool]) 
             carried = 0.0
         acts[rank] = tuple(made)
     return replace(model, moves=tuple(moves), acts=acts)
+
+
+def burdened(model: Model, more_ns: Callable[[Move], float]) -> Model:
+    """With more to compute before each move is issued."""
+    acts = {
+        rank: tuple(
+            act._replace(compute_ns=act.compute_ns + more_ns(model.moves[act.move]))
+            if act.is_issue and act.move is not None
+            else act
+            for act in own
+        )
+        for rank, own in model.acts.items()
+    }
+    return replace(model, acts=acts)
 
 
 def evened(model: Model) -> Model:
