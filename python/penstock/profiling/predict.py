@@ -130,7 +130,8 @@ class _Told:
                 base = now(model, wire) if now else again
                 ratios.append(changed(model, wire) / base if base else 1.0)
                 far = abs(again / model.measured_ns - 1) if model.measured_ns else 0.0
-                errors.append(far + (abs(base / again - 1) if again else 0.0))
+                far += model.unsure_ns / model.measured_ns if model.measured_ns else 0.0
+                errors.append(far + (abs(base / again - 1) if now and again else 0.0))
         ratio = statistics.fmean(ratios)
         if not math.isfinite(ratio):
             return

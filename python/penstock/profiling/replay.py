@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from penstock.profiling.breakdown import OTHER, PURPOSES
 from penstock.profiling.clocks import Clock, clocks
-from penstock.profiling.divide import flight, standing
+from penstock.profiling.divide import WARM_UP_STEPS, flight, standing
 from penstock.profiling.intervals import Piece, overlaps, union
 from penstock.profiling.matching import Kind, Meeting, by_rank, kind, meetings
 from penstock.profiling.phases import marked_waits
@@ -73,6 +73,9 @@ class Act(NamedTuple):
     compute_ns: float
     move: int | None
     is_issue: bool
+    paused_ns: float = 0.0
+    """Of computing: no operator ran while bytes moved, since the thread launched an operation, or its processor was taken by what
+    moves them."""
 
 
 class Wire(NamedTuple):
@@ -119,7 +122,9 @@ class Model:
     """By rank, in order."""
     moves: tuple[Move, ...]
     measured_ns: float
-    """The step's length, mean over the ranks."""
+    """The length of such a step without torch's profiler, mean over ranks and steps; of this one, if there are few others."""
+    unsure_ns: float
+    """How wrong that may be, since steps differ: two standard errors."""
     periods: tuple[Period, ...]
     turns: Mapping[int, Turns] = field(default_factory=dict)
     """By rank, what it computes if it is a stage of a pipeline."""
@@ -155,6 +160,7 @@ def models(records: Sequence[Record], hosts: Mapping[int, str] | None = None) ->
     for meeting in met:
         by_step.setdefault(meeting.step, []).append(meeting)
     samples = [{sample.step: sample for sample in record.samples} for record in ranks]
+    plain = {record.header.rank: _plain(record) for record in ranks}
     steps = [{step.number: step for step in record.steps} for record in ranks]
     found = []
     seen = [set(each) for each in samples] + [set(each) for each in steps]
@@ -170,12 +176,18 @@ def models(records: Sequence[Record], hosts: Mapping[int, str] | None = None) ->
             courses = judged.courses.get(rank, {}).get(number, [])
             waits = marked_waits(step)
             still = standing(step, own_samples[number], waits, flight(courses, step.start_ns, step.end_ns))
-            acts[rank] = _acts(step, own_samples[number], waits, still, move_of.get(rank, {}))
+            part = _plain_part(plain[rank], step)
+            own = _acts(step, own_samples[number], waits, still, move_of.get(rank, {}))
+            acts[rank] = tuple(
+                act._replace(compute_ns=act.compute_ns * part, paused_ns=act.paused_ns * part) for act in own
+            )
             passes[rank] = _turns(step, union([*((a, b, None) for a, b, _ in waits), *still]))
             starts[rank] = clock.on_first(step.start_ns)
-            lengths.append(step.end_ns - step.start_ns)
+            lengths += [each.end_ns - each.start_ns for each in plain[rank] or [step]]
         periods = _periods(moves, here, {record.header.rank: clock_of[record.header.host] for record in ranks})
-        found.append(Model(number, starts, acts, moves, statistics.fmean(lengths), periods, passes))
+        # Ranks that wait for each other say the same, so that of one rank counts.
+        unsure_ns = 2 * statistics.pstdev(lengths) / math.sqrt(max(1, len(lengths) / len(ranks)))
+        found.append(Model(number, starts, acts, moves, statistics.fmean(lengths), unsure_ns, periods, passes))
     return found
 
 
@@ -252,7 +264,8 @@ def _acts(
     """What the training thread did. A wait for something that is no operation of the sample counts as computing."""
     operations = sorted(sample.operations, key=lambda one: one.issued_ns)
     waiting: list[tuple[int, int, str, str]] = [(start, end, *key) for start, end, key in waits]
-    waiting += [(start, end, "", "") for start, end, _ in still]
+    last, paused = _after_launches(step, operations, still)
+    waiting += [(start, end, "", "") for start, end, _ in last]
     # What happens on the thread: (moment, its own duration on the thread, what).
     events: list[tuple[int, int, int, bool]] = []
     stood = union((start, end, None) for start, end, _, _ in waiting)
@@ -276,11 +289,48 @@ def _acts(
     events.sort(key=lambda event: (event[0], not event[3]))
     acts: list[Act] = []
     done_ns = step.start_ns
-    for start, end, move, is_issue in events:
-        acts.append(Act(max(0, start - done_ns), move, is_issue))
+    pauses = iter([*paused, (math.inf, math.inf, None)])
+    pause = next(pauses)
+    for start, end, move, is_issue in [*events, (step.end_ns, step.end_ns, None, False)]:
+        taken_ns = 0.0
+        while pause[0] < start:
+            taken_ns += pause[1] - pause[0]
+            pause = next(pauses)
+        compute_ns = max(0, start - done_ns)
+        acts.append(Act(compute_ns, move, is_issue, min(compute_ns, taken_ns)))
         done_ns = max(done_ns, end)
-    acts.append(Act(max(0, step.end_ns - done_ns), None, False))
     return tuple(acts)
+
+
+def _plain(record: Record) -> list[Step]:
+    """The steps in which torch's profiler does nothing: it starts a step before a sample, and stops in the one behind. None, if
+    they are few."""
+    near = {sample.step + at for sample in record.samples for at in (-1, 0, 1)}
+    found = [step for step in record.steps[WARM_UP_STEPS:] if step.number not in near]
+    return found if len(found) >= FEW else []
+
+
+def _plain_part(plain: Sequence[Step], step: Step) -> float:
+    """What part of the processor time of a sampled step the same computing takes in plain ones."""
+    if not plain or step.thread_ns <= 0:
+        return 1.0
+    usual = statistics.median(each.thread_ns for each in plain)
+    return min(1.0, max(LEAST_PLAIN, usual / step.thread_ns)) if usual > 0 else 1.0
+
+
+def _after_launches(
+    step: Step, operations: Sequence[Operation], still: Sequence[Piece[None]]
+) -> tuple[list[Piece[None]], list[Piece[None]]]:
+    """The unmarked pauses that may be waits, and the others: DDP waits once all buckets of the pass are launched."""
+    issued = [one.issued_ns for one in operations]
+    backward = sorted((span.start_ns, span.end_ns) for span in step.spans if span.phase == "backward")
+    waits, others = [], []
+    for piece in still:
+        at = bisect.bisect_right(backward, piece[0], key=lambda span: span[0]) - 1
+        until = backward[at][1] if at >= 0 else step.end_ns
+        last = bisect.bisect_left(issued, until) - 1
+        (waits if last < 0 or issued[last] <= piece[1] else others).append(piece)
+    return waits, others
 
 
 def _turns(step: Step, stood: Sequence[Piece[None]]) -> Turns:
@@ -401,14 +451,18 @@ def merged(model: Model, least_bytes: float, is_bucket: Callable[[Move], bool]) 
         mine = {into[act.move] for act in own if act.move is not None and act.is_issue}
         for act in own:
             target = None if act.move is None else into[act.move]
+            compute_ns, paused_ns = act.compute_ns, act.paused_ns
             if act.move is not None and target is not None:
                 is_part = act.is_issue and last[target] != act.move
-                is_early = not act.is_issue and target in mine - issued
+                is_early = not act.is_issue and target in mine and target not in issued
+                if is_part or not issued:
+                    # This launch is none, or nothing moves yet.
+                    compute_ns, paused_ns = compute_ns - paused_ns, 0.0
                 if is_part or is_early:
-                    carried += act.compute_ns
+                    carried += compute_ns
                     continue
                 issued.add(target)
-            made.append(Act(act.compute_ns + carried, target, act.is_issue))
+            made.append(Act(compute_ns + carried, target, act.is_issue, paused_ns))
             carried = 0.0
         acts[rank] = tuple(made)
     return replace(model, moves=tuple(moves), acts=acts)
@@ -443,6 +497,8 @@ def evened(model: Model) -> Model:
     return replace(model, acts=acts, starts_ns=dict.fromkeys(model.starts_ns, 0.0))
 
 
+FEW, LEAST_PLAIN = 3, 0.5
+"""Steps whose median counts; and what is more than twice as long for torch's profiler is so for another reason."""
 ALIKE = 0.02
 """Periods are alike where the determinant of the fit is below this share of what it can be."""
 SLACK_NS = 200_000

@@ -9,8 +9,8 @@ import torch
 
 __all__ = ["costs"]
 
-_BYTES = 4 << 20
-"""Of float32, as a large bucket: more than the caches next to a core."""
+_BYTES = 16 << 20
+"""Of float32, as a large bucket: more than the caches next to a core, which take half as long."""
 _TIMES = 3
 
 
