@@ -162,6 +162,7 @@ def models(records: Sequence[Record], hosts: Mapping[int, str] | None = None) ->
     samples = [{sample.step: sample for sample in record.samples} for record in ranks]
     plain = {record.header.rank: _plain(record) for record in ranks}
     steps = [{step.number: step for step in record.steps} for record in ranks]
+    steps_of = {record.header.rank: own for record, own in zip(ranks, steps, strict=True)}
     found = []
     seen = [set(each) for each in samples] + [set(each) for each in steps]
     for number in sorted(set.intersection(*seen)):
@@ -176,11 +177,7 @@ def models(records: Sequence[Record], hosts: Mapping[int, str] | None = None) ->
             courses = judged.courses.get(rank, {}).get(number, [])
             waits = marked_waits(step)
             still = standing(step, own_samples[number], waits, flight(courses, step.start_ns, step.end_ns))
-            part = _plain_part(plain[rank], step)
-            own = _acts(step, own_samples[number], waits, still, move_of.get(rank, {}))
-            acts[rank] = tuple(
-                act._replace(compute_ns=act.compute_ns * part, paused_ns=act.paused_ns * part) for act in own
-            )
+            acts[rank] = _acts(step, own_samples[number], waits, still, move_of.get(rank, {}))
             passes[rank] = _turns(step, union([*((a, b, None) for a, b, _ in waits), *still]))
             starts[rank] = clock.on_first(step.start_ns)
             lengths += [each.end_ns - each.start_ns for each in plain[rank] or [step]]
@@ -188,7 +185,28 @@ def models(records: Sequence[Record], hosts: Mapping[int, str] | None = None) ->
         # Ranks that wait for each other say the same, so that of one rank counts.
         unsure_ns = 2 * statistics.pstdev(lengths) / math.sqrt(max(1, len(lengths) / len(ranks)))
         found.append(Model(number, starts, acts, moves, statistics.fmean(lengths), unsure_ns, periods, passes))
-    return found
+    return [_usual(model, found, plain, steps_of) for model in found]
+
+
+def _usual(
+    model: Model, every: Sequence[Model], plain: Mapping[int, Sequence[Step]], steps: Mapping[int, Mapping[int, Step]]
+) -> Model:
+    """Computing as long as in plain steps: they need so much less of the processor, since no profiler runs, and get it as readily as
+    in the median sample."""
+    acts = {}
+    for rank, own in model.acts.items():
+        usual_ns = statistics.median(step.thread_ns for step in plain[rank]) if plain[rank] else 0
+        took = [
+            sum(act.compute_ns for act in each.acts[rank]) / steps[rank][each.step].thread_ns
+            for each in every
+            if steps[rank][each.step].thread_ns > 0
+        ]
+        total_ns = sum(act.compute_ns for act in own)
+        part = usual_ns * statistics.median(took) / total_ns if took and usual_ns and total_ns else 1.0
+        acts[rank] = tuple(
+            act._replace(compute_ns=act.compute_ns * part, paused_ns=act.paused_ns * part) for act in own
+        )
+    return replace(model, acts=acts)
 
 
 def run(model: Model, takes: Callable[[Move], float]) -> float:
@@ -308,14 +326,6 @@ def _plain(record: Record) -> list[Step]:
     near = {sample.step + at for sample in record.samples for at in (-1, 0, 1)}
     found = [step for step in record.steps[WARM_UP_STEPS:] if step.number not in near]
     return found if len(found) >= FEW else []
-
-
-def _plain_part(plain: Sequence[Step], step: Step) -> float:
-    """What part of the processor time of a sampled step the same computing takes in plain ones."""
-    if not plain or step.thread_ns <= 0:
-        return 1.0
-    usual = statistics.median(each.thread_ns for each in plain)
-    return min(1.0, max(LEAST_PLAIN, usual / step.thread_ns)) if usual > 0 else 1.0
 
 
 def _after_launches(
