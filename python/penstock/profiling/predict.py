@@ -128,11 +128,14 @@ class _Told:
             for wire in self.wires:
                 again = run(model, wire.takes)
                 base = now(model, wire) if now else again
-                ratios.append(changed(model, wire) / base if base else 1.0)
-                far = abs(again / model.measured_ns - 1) if model.measured_ns else 0.0
-                far += model.unsure_ns / model.measured_ns if model.measured_ns else 0.0
-                errors.append(far + (abs(base / again - 1) if now and again else 0.0))
-        ratio = statistics.fmean(ratios)
+                if not base or not again or not model.measured_ns:
+                    continue
+                # What chance explains of the difference between the model and the mean step is in no other run.
+                far, chance = model.measured_ns / again - 1, model.unsure_ns / model.measured_ns
+                fit = 1 + math.copysign(max(0.0, abs(far) - chance), far)
+                ratios.append(changed(model, wire) / base * fit * again / model.measured_ns)
+                errors.append(abs(far) + chance + abs(base / again - 1))
+        ratio = statistics.fmean(ratios) if ratios else math.inf
         if not math.isfinite(ratio):
             return
         before = statistics.fmean(model.measured_ns for model in self.models)
