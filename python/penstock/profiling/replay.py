@@ -191,8 +191,8 @@ def models(records: Sequence[Record], hosts: Mapping[int, str] | None = None) ->
 def _usual(
     model: Model, every: Sequence[Model], plain: Mapping[int, Sequence[Step]], steps: Mapping[int, Mapping[int, Step]]
 ) -> Model:
-    """Computing as long as in plain steps: they need so much less of the processor, since no profiler runs, and get it as readily as
-    in the median sample."""
+    """Computing as long as in plain steps: they need so much less of the processor, since no profiler runs, and get it as
+    readily as in the median sample."""
     acts = {}
     for rank, own in model.acts.items():
         usual_ns = statistics.median(step.thread_ns for step in plain[rank]) if plain[rank] else 0
