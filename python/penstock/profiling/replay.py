@@ -334,7 +334,8 @@ def _after_launches(
     """The unmarked pauses that may be waits, and the others: DDP waits once all buckets of the pass are launched."""
     issued = [one.issued_ns for one in operations]
     backward = sorted((span.start_ns, span.end_ns) for span in step.spans if span.phase == "backward")
-    waits, others = [], []
+    waits: list[Piece[None]] = []
+    others: list[Piece[None]] = []
     for piece in still:
         at = bisect.bisect_right(backward, piece[0], key=lambda span: span[0]) - 1
         until = backward[at][1] if at >= 0 else step.end_ns
