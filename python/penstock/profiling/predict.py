@@ -294,12 +294,11 @@ def _other_sums(told: _Told) -> None:
             f"{_rate(aggregated_bytes_s(network.hosts, most.ranks, link, wide=1))})",
         )
     inside = told.wires[0].inside
-    step_bytes = sum(move.bytes for move in told.models[0].moves if _is_of_gradients(move) and not move.is_inside)
-    least = sum(
-        by_host(move, network.hosts)[0]
-        for move in told.models[0].moves
-        if _is_of_gradients(move) and not move.is_inside
-    )
+    crossing = [move for move in told.models[0].moves if not move.is_inside]
+    step_bytes = sum(move.bytes for move in crossing)
+    # What a host sends is counted of all operations together, so all must be such sums.
+    is_all = all(map(_is_of_gradients, crossing))
+    least = sum(by_host(move, network.hosts)[0] for move in crossing) if is_all else math.inf
     if 1 < max(each) < count and inside and network.crossing_bytes > CROSSES_MORE * least:
 
         def by_hosts(model: Model, wire: Wire) -> float:

@@ -36,8 +36,8 @@ __all__ = [
     "Act",
     "Model",
     "Move",
+    "Passes",
     "Period",
-    "Turns",
     "Wire",
     "burdened",
     "evened",
@@ -102,12 +102,16 @@ class Period(NamedTuple):
     is_inside: bool = False
 
 
-class Turns(NamedTuple):
-    """The forward and backward passes of a rank's step. Without what the rank stands still for."""
+class Passes(NamedTuple):
+    """What a rank computes in a step, without what it stands still for."""
 
     before_ns: float
-    order: tuple[tuple[bool, float], ...]
-    """Whether forward, and how long, with as much of what lies between passes."""
+    """Before its first pass."""
+    forward_ns: float
+    """With a part of what lies between passes, as has `backward_ns`."""
+    backward_ns: float
+    count: int
+    """Of backward passes; forward passes that follow each other are one mark."""
     after_ns: float
 
 
@@ -126,8 +130,8 @@ class Model:
     unsure_ns: float
     """How wrong that may be, since steps differ: two standard errors."""
     periods: tuple[Period, ...]
-    turns: Mapping[int, Turns] = field(default_factory=dict)
-    """By rank, what it computes if it is a stage of a pipeline."""
+    passes: Mapping[int, Passes] = field(default_factory=dict)
+    """By rank."""
 
 
 def wire_bytes(operation: Operation, ranks: int) -> float:
@@ -178,7 +182,7 @@ def models(records: Sequence[Record], hosts: Mapping[int, str] | None = None) ->
             waits = marked_waits(step)
             still = standing(step, own_samples[number], waits, flight(courses, step.start_ns, step.end_ns))
             acts[rank] = _acts(step, own_samples[number], waits, still, move_of.get(rank, {}))
-            passes[rank] = _turns(step, union([*((a, b, None) for a, b, _ in waits), *still]))
+            passes[rank] = _passes(step, union([*((a, b, None) for a, b, _ in waits), *still]))
             starts[rank] = clock.on_first(step.start_ns)
             lengths += [each.end_ns - each.start_ns for each in plain[rank] or [step]]
         periods = _periods(moves, here, {record.header.rank: clock_of[record.header.host] for record in ranks})
@@ -193,9 +197,9 @@ def _usual(
 ) -> Model:
     """Computing as long as in plain steps: they need so much less of the processor, since no profiler runs, and get it as
     readily as in the median sample."""
-    acts = {}
+    acts, passes = {}, {}
     for rank, own in model.acts.items():
-        usual_ns = statistics.median(step.thread_ns for step in plain[rank]) if plain[rank] else 0
+        usual_ns = statistics.fmean(step.thread_ns for step in plain[rank]) if plain[rank] else 0.0
         took = [
             sum(act.compute_ns for act in each.acts[rank]) / steps[rank][each.step].thread_ns
             for each in every
@@ -206,7 +210,9 @@ def _usual(
         acts[rank] = tuple(
             act._replace(compute_ns=act.compute_ns * part, paused_ns=act.paused_ns * part) for act in own
         )
-    return replace(model, acts=acts)
+        before, forward, backward, count, after = model.passes[rank]
+        passes[rank] = Passes(before * part, forward * part, backward * part, count, after * part)
+    return replace(model, acts=acts, passes=passes)
 
 
 def run(model: Model, takes: Callable[[Move], float]) -> float:
@@ -344,12 +350,12 @@ def _after_launches(
     return waits, others
 
 
-def _turns(step: Step, stood: Sequence[Piece[None]]) -> Turns:
-    """What the thread computes in its outermost passes. It stands still in the pieces of ``stood``."""
-    passes: list[tuple[int, int, bool]] = []
+def _passes(step: Step, stood: Sequence[Piece[None]]) -> Passes:
+    """Of a thread that stands still in the pieces of ``stood``."""
+    marks: list[tuple[int, int, bool]] = []
     for span in sorted(step.spans, key=lambda span: (span.start_ns, -span.end_ns)):
-        if span.phase in ("forward", "backward") and (not passes or span.start_ns >= passes[-1][1]):
-            passes.append((span.start_ns, span.end_ns, span.phase == "forward"))
+        if span.phase in ("forward", "backward") and (not marks or span.start_ns >= marks[-1][1]):
+            marks.append((span.start_ns, span.end_ns, span.phase == "forward"))
 
     def ran(windows: Sequence[tuple[int, int]]) -> list[float]:
         left = [float(end - start) for start, end in windows]
@@ -357,14 +363,15 @@ def _turns(step: Step, stood: Sequence[Piece[None]]) -> Turns:
             left[at] -= end - start
         return left
 
-    if not passes:
-        return Turns(ran([(step.start_ns, step.end_ns)])[0], (), 0.0)
-    first, last = passes[0][0], passes[-1][1]
+    if not marks:
+        return Passes(ran([(step.start_ns, step.end_ns)])[0], 0.0, 0.0, 0, 0.0)
+    first, last = marks[0][0], marks[-1][1]
     before, inner, after = ran([(step.start_ns, first), (first, last), (last, step.end_ns)])
-    took = ran([each[:2] for each in passes])
-    between = (inner - sum(took)) / len(passes)
-    order = tuple((is_forward, ns + between) for (_, _, is_forward), ns in zip(passes, took, strict=True))
-    return Turns(before, order, after)
+    took = ran([each[:2] for each in marks])
+    forward = sum(ns for ns, mark in zip(took, marks, strict=True) if mark[2])
+    share = inner / sum(took) if sum(took) > 0 else 1.0
+    count = sum(not mark[2] for mark in marks)
+    return Passes(before, forward * share, (sum(took) - forward) * share, count, after)
 
 
 def wires(found: Sequence[Model], link_bytes_s: float = 0.0) -> tuple[Wire, ...]:
@@ -396,7 +403,9 @@ def _fitted(periods: Sequence[Period], link_bytes_s: float) -> tuple[Wire, ...]:
     if determinant > ALIKE * aa * bb:
         latency, per_byte = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
         return (Wire(a1 / aa, 0.0) if per_byte < 0 else plain if latency < 0 else Wire(latency, per_byte),)
-    moves, nbytes, ns = (sum(period[at] for period in periods) for at in range(3))
+    moves, nbytes = sum(period.moves for period in periods), sum(period.bytes for period in periods)
+    # Both say the same of what was seen.
+    ns = nbytes * plain.per_byte_ns
     least = 1e9 / link_bytes_s if link_bytes_s else 0.0
     latency = max(0.0, min((ns - nbytes * least) / moves, *(period.shortest_ns for period in periods)))
     return (plain, Wire(latency, max(0.0, ns - moves * latency) / nbytes))
@@ -508,8 +517,8 @@ def evened(model: Model) -> Model:
     return replace(model, acts=acts, starts_ns=dict.fromkeys(model.starts_ns, 0.0))
 
 
-FEW, LEAST_PLAIN = 3, 0.5
-"""Steps whose median counts; and what is more than twice as long for torch's profiler is so for another reason."""
+FEW = 3
+"""Fewer plain steps than this say little on the mean."""
 ALIKE = 0.02
 """Periods are alike where the determinant of the fit is below this share of what it can be."""
 SLACK_NS = 200_000

@@ -7,6 +7,7 @@ stages and of the measured wire, too.
 
 from __future__ import annotations
 
+import collections
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from penstock.profiling.replay import Act, Model, Move, run
 
 __all__ = ["Pipeline", "Turn", "gpipe", "interleaved", "one_forward_one_backward", "period", "pipeline", "scheduled"]
 
+AT_ONCE_NS = 100_000
+"""Computing between two operations that is none of a pass."""
 FORWARD, BACKWARD = "pipeline forward recv", "pipeline backward recv"
 
 
@@ -62,18 +65,51 @@ def pipeline(model: Model) -> Pipeline | None:
     members = [rank for chain in chains for rank in chain]
     if len(set(members)) < len(members) or set(model.acts) != set(members):
         return None
-    orders = {rank: [is_forward for is_forward, _ in model.turns[rank].order] for rank in members}
-    batches = sum(orders[members[0]])
-    if batches == 0 or len({len(chain) for chain in chains}) > 1:
+    batches = model.passes[members[0]].count
+    if (
+        batches == 0
+        or len({len(chain) for chain in chains}) > 1
+        or any(model.passes[rank].count != batches for rank in members)
+    ):
         return None
     for order in (one_forward_one_backward, gpipe):
-        if all(
-            orders[rank] == [turn.is_forward for turn in order(at, len(chain), batches)]
-            for chain in chains
-            for at, rank in enumerate(chain)
-        ):
+        if all(_follows(model, chain, at, order, batches) for chain in chains for at in range(len(chain))):
             return Pipeline(tuple(chains), batches, order)
     return None
+
+
+def _follows(model: Model, chain: Sequence[int], at: int, order: Order, batches: int) -> bool:
+    """Whether what a rank sends and receives is in the order of that schedule. What it issues at once has none."""
+    rank = chain[at]
+    # A pass begins with what it receives, or where it receives nothing ends with what it sends.
+    forward_end, backward_end = (0 if at == 0 else 1), (0 if at == len(chain) - 1 else 1)
+    groups: list[collections.Counter[bool]] = []
+    is_new = True
+    for act in model.acts[rank]:
+        is_new |= act.compute_ns > AT_ONCE_NS or not act.is_issue
+        if act.move is None or not act.is_issue:
+            continue
+        move = model.moves[act.move]
+        for purpose, is_forward, end in ((FORWARD, True, forward_end), (BACKWARD, False, backward_end)):
+            if move.purpose == purpose and move.ranks[end] == rank:
+                if is_new:
+                    groups.append(collections.Counter())
+                groups[-1][is_forward] += 1
+                is_new = False
+    total = sum((group for group in groups), collections.Counter[bool]())
+    tensors = {kind: total[kind] // batches for kind in (True, False)}
+    if any(total[kind] != tensors[kind] * batches or tensors[kind] == 0 for kind in (True, False)):
+        return False
+    wanted = [turn.is_forward for turn in order(at, len(chain), batches)]
+    seen = collections.Counter[bool]()
+    for group in groups:
+        seen += group
+        if any(seen[kind] % tensors[kind] for kind in (True, False)):
+            continue  # the other tensors of a pass come later
+        done = {kind: seen[kind] // tensors[kind] for kind in (True, False)}
+        if wanted[: sum(done.values())].count(True) != done[True]:
+            return False
+    return True
 
 
 def scheduled(model: Model, found: Pipeline, order: Order | None = None, *, stages: int = 1, split: int = 1) -> Model:
@@ -87,7 +123,7 @@ def scheduled(model: Model, found: Pipeline, order: Order | None = None, *, stag
     batches = found.batches * split
     moves: list[Move] = []
     acts: dict[int, list[Act]] = {rank: [] for rank in model.acts}
-    carried = {rank: model.turns[rank].before_ns for rank in model.acts}
+    carried = {rank: model.passes[rank].before_ns for rank in model.acts}
     for chain in found.chains:
         _schedule(model, chain, order or found.order, batches, stages, moves, acts, carried)
     # What is no pipeline's stays behind it, in its order.
@@ -97,7 +133,7 @@ def scheduled(model: Model, found: Pipeline, order: Order | None = None, *, stag
             number[at] = len(moves)
             moves.append(move)
     for rank, own in acts.items():
-        carried[rank] += model.turns[rank].after_ns
+        carried[rank] += model.passes[rank].after_ns
         for act in model.acts[rank]:
             if act.move in number and act.move is not None:
                 own.append(Act(carried[rank], number[act.move], act.is_issue))
@@ -143,10 +179,8 @@ def _schedule(
         return numbers[key]
 
     for at, rank in enumerate(chain):
-        took = {
-            kind: sum(ns for is_forward, ns in model.turns[rank].order if is_forward is kind) / batches / stages
-            for kind in (True, False)
-        }
+        own = model.passes[rank]
+        took = {True: own.forward_ns / batches / stages, False: own.backward_ns / batches / stages}
         for turn in order(at, count, batches):
             stage = turn.stage * count + at
             ends = (0, depth - 1) if turn.is_forward else (depth - 1, 0)
