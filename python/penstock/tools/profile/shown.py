@@ -405,7 +405,7 @@ UNITS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("bytes_per_s", lambda value: f"{8 * value / 1e6:.4g} Mbit/s"),
     ("ms", lambda value: f"{value:.3g} ms"),
     ("bytes", size),
-    ("share", lambda value: f"{100 * value:.3g}%"),
+    ("share", lambda value: f"{100 * value:.3g}%" if abs(value) >= 1e-4 else "0%"),
 )
 """In the names of a cause's numbers. The first that fits."""
 WIDTH, FEW, MOST_WAITED, FIRST_CAUSES = 80, 4, 5, 3
