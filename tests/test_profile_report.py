@@ -242,7 +242,8 @@ def test_what_a_rule_compared_is_shown() -> None:
     }
     cause = Cause("link", "wire", "the link is full", "twice the link", 8e5, 5e5, numbers=compared)
     advice = Advice((cause, dataclasses.replace(cause, numbers={})))
-    want = "own per step 3 MiB, on wire 180 Mbit/s, of limit 90%, resent 0.4%, window 0%, per operation 1.25 ms, streams to a peer 16"
+    want = "own per step 3 MiB, on wire 180 Mbit/s, of limit 90%, resent 0.4%, window 0%, per operation 1.25 ms, "
+    want += "streams to a peer 16"
     lines = table(profiled.breakdown(2), advice).splitlines()
     assert f"Numbers: {want}." in " ".join(" ".join(lines).split())
     assert sum("Numbers:" in line for line in lines) == 1

@@ -110,8 +110,8 @@ class Passes(NamedTuple):
     forward_ns: float
     """With a part of what lies between passes, as has `backward_ns`."""
     backward_ns: float
-    count: int
-    """Of backward passes; forward passes that follow each other are one mark."""
+    batches: int
+    """Backward passes; forward passes that follow each other are one mark."""
     after_ns: float
 
 
@@ -210,8 +210,8 @@ def _usual(
         acts[rank] = tuple(
             act._replace(compute_ns=act.compute_ns * part, paused_ns=act.paused_ns * part) for act in own
         )
-        before, forward, backward, count, after = model.passes[rank]
-        passes[rank] = Passes(before * part, forward * part, backward * part, count, after * part)
+        before, forward, backward, batches, after = model.passes[rank]
+        passes[rank] = Passes(before * part, forward * part, backward * part, batches, after * part)
     return replace(model, acts=acts, passes=passes)
 
 
@@ -370,8 +370,8 @@ def _passes(step: Step, stood: Sequence[Piece[None]]) -> Passes:
     took = ran([each[:2] for each in marks])
     forward = sum(ns for ns, mark in zip(took, marks, strict=True) if mark[2])
     share = inner / sum(took) if sum(took) > 0 else 1.0
-    count = sum(not mark[2] for mark in marks)
-    return Passes(before, forward * share, (sum(took) - forward) * share, count, after)
+    batches = sum(not mark[2] for mark in marks)
+    return Passes(before, forward * share, (sum(took) - forward) * share, batches, after)
 
 
 def wires(found: Sequence[Model], link_bytes_s: float = 0.0) -> tuple[Wire, ...]:

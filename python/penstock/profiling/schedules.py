@@ -65,11 +65,11 @@ def pipeline(model: Model) -> Pipeline | None:
     members = [rank for chain in chains for rank in chain]
     if len(set(members)) < len(members) or set(model.acts) != set(members):
         return None
-    batches = model.passes[members[0]].count
+    batches = model.passes[members[0]].batches
     if (
         batches == 0
         or len({len(chain) for chain in chains}) > 1
-        or any(model.passes[rank].count != batches for rank in members)
+        or any(model.passes[rank].batches != batches for rank in members)
     ):
         return None
     for order in (one_forward_one_backward, gpipe):
