@@ -155,6 +155,23 @@ def test_one_bucket_is_launched_once() -> None:
     assert [act.is_issue for act in acts if act.move is not None][:10] == [True] * 10
 
 
+def test_a_pass_waits_for_what_it_has_launched() -> None:
+    """A send of before that ends while the thread has lost its processor in a backward pass is not what it waits for."""
+    records = launching(3)
+    for rank, record in enumerate(records):
+        [sample] = record.samples
+        step = record.steps[-1]
+        # A pass of its own before, with a pause of 2 ms in which the send ends.
+        spans = (Span("forward", 0, 5_000_000), Span("backward", 5_000_000, 12_000_000))
+        busy = ((0, 8_000_000), (10_000_000, 12_000_000), (20_000_000, step.end_ns))
+        name, peer = ("send", 1) if rank == 0 else ("recv", 0)
+        send = Operation(name, "pp", 0, 1_000_000, 9_000_000, 1000, 2, peer, "pipeline send")
+        record.steps[-1] = dataclasses.replace(step, spans=spans)
+        record.samples[0] = dataclasses.replace(sample, busy=busy, operations=(send,))
+    [model] = models(records)
+    assert [act.is_issue for act in model.acts[0] if act.move is not None] == [True]
+
+
 def test_converting_gradients_costs_what_was_measured() -> None:
     """Before a bucket is sent, and after it has come; of the slowest rank. On a device, what the host needs says nothing."""
     records = alike([], compute_ns=10_000_000)

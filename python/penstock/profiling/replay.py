@@ -167,6 +167,7 @@ def models(records: Sequence[Record], hosts: Mapping[int, str] | None = None) ->
     plain = {record.header.rank: _plain(record) for record in ranks}
     steps = [{step.number: step for step in record.steps} for record in ranks]
     steps_of = {record.header.rank: own for record, own in zip(ranks, steps, strict=True)}
+    usual_ns, unsure_ns = _mean_length([plain[record.header.rank] for record in ranks])
     found = []
     seen = [set(each) for each in samples] + [set(each) for each in steps]
     for number in sorted(set.intersection(*seen)):
@@ -184,35 +185,51 @@ def models(records: Sequence[Record], hosts: Mapping[int, str] | None = None) ->
             acts[rank] = _acts(step, own_samples[number], waits, still, move_of.get(rank, {}))
             passes[rank] = _passes(step, union([*((a, b, None) for a, b, _ in waits), *still]))
             starts[rank] = clock.on_first(step.start_ns)
-            lengths += [each.end_ns - each.start_ns for each in plain[rank] or [step]]
+            lengths.append(step.end_ns - step.start_ns)
         periods = _periods(moves, here, {record.header.rank: clock_of[record.header.host] for record in ranks})
-        # Ranks that wait for each other say the same, so that of one rank counts.
-        unsure_ns = 2 * statistics.pstdev(lengths) / math.sqrt(max(1, len(lengths) / len(ranks)))
-        found.append(Model(number, starts, acts, moves, statistics.fmean(lengths), unsure_ns, periods, passes))
-    return [_usual(model, found, plain, steps_of) for model in found]
+        length = usual_ns or statistics.fmean(lengths)
+        found.append(Model(number, starts, acts, moves, length, unsure_ns, periods, passes))
+    return _as_plain(found, plain, steps_of)
 
 
-def _usual(
-    model: Model, every: Sequence[Model], plain: Mapping[int, Sequence[Step]], steps: Mapping[int, Mapping[int, Step]]
-) -> Model:
+def _mean_length(plain: Sequence[Sequence[Step]]) -> tuple[float, float]:
+    """Of the plain steps of all ranks, and two standard errors of it; zeros where a rank has none."""
+    lengths = [step.end_ns - step.start_ns for steps in plain for step in steps]
+    if not all(plain):
+        return 0.0, 0.0
+    # Ranks that wait for each other say the same, so that of one rank counts.
+    return statistics.fmean(lengths), 2 * statistics.pstdev(lengths) / math.sqrt(len(lengths) / len(plain))
+
+
+def _as_plain(
+    found: Sequence[Model], plain: Mapping[int, Sequence[Step]], steps: Mapping[int, Mapping[int, Step]]
+) -> list[Model]:
     """Computing as long as in plain steps: they need so much less of the processor, since no profiler runs, and get it as
     readily as in the median sample."""
-    acts, passes = {}, {}
-    for rank, own in model.acts.items():
-        usual_ns = statistics.fmean(step.thread_ns for step in plain[rank]) if plain[rank] else 0.0
-        took = [
-            sum(act.compute_ns for act in each.acts[rank]) / steps[rank][each.step].thread_ns
-            for each in every
-            if steps[rank][each.step].thread_ns > 0
+    usual_ns: dict[int, float] = {}
+    for rank, own in plain.items():
+        used = [
+            sum(act.compute_ns for act in model.acts[rank]) / steps[rank][model.step].thread_ns
+            for model in found
+            if steps[rank][model.step].thread_ns > 0
         ]
-        total_ns = sum(act.compute_ns for act in own)
-        part = usual_ns * statistics.median(took) / total_ns if took and usual_ns and total_ns else 1.0
-        acts[rank] = tuple(
-            act._replace(compute_ns=act.compute_ns * part, paused_ns=act.paused_ns * part) for act in own
-        )
-        before, forward, backward, batches, after = model.passes[rank]
-        passes[rank] = Passes(before * part, forward * part, backward * part, batches, after * part)
-    return replace(model, acts=acts, passes=passes)
+        if own and used:
+            usual_ns[rank] = statistics.fmean(step.thread_ns for step in own) * statistics.median(used)
+    made = []
+    for model in found:
+        acts, passes = dict(model.acts), dict(model.passes)
+        for rank, own_acts in model.acts.items():
+            total_ns = sum(act.compute_ns for act in own_acts)
+            if not usual_ns.get(rank) or not total_ns:
+                continue
+            part = usual_ns[rank] / total_ns
+            acts[rank] = tuple(
+                act._replace(compute_ns=act.compute_ns * part, paused_ns=act.paused_ns * part) for act in own_acts
+            )
+            before, forward, backward, batches, after = model.passes[rank]
+            passes[rank] = Passes(before * part, forward * part, backward * part, batches, after * part)
+        made.append(replace(model, acts=acts, passes=passes))
+    return made
 
 
 def run(model: Model, takes: Callable[[Move], float]) -> float:
@@ -287,26 +304,27 @@ def _acts(
 ) -> tuple[Act, ...]:
     """What the training thread did. A wait for something that is no operation of the sample counts as computing."""
     operations = sorted(sample.operations, key=lambda one: one.issued_ns)
-    waiting: list[tuple[int, int, str, str]] = [(start, end, *key) for start, end, key in waits]
+    # Start, end, operation and group as far as they are known, and since when what is waited for may have been issued.
+    waiting: list[tuple[int, int, str, str, int]] = [(start, end, *key, step.start_ns) for start, end, key in waits]
     last, paused = _after_launches(step, operations, still)
-    waiting += [(start, end, "", "") for start, end, _ in last]
+    waiting += [(start, end, "", "", since) for start, end, since in last]
     # What happens on the thread: (moment, its own duration on the thread, what).
     events: list[tuple[int, int, int, bool]] = []
-    stood = union((start, end, None) for start, end, _, _ in waiting)
+    stood = union((start, end, None) for start, end, *_ in waiting)
     for one in operations:
         before = bisect.bisect_left(stood, one.issued_ns, key=lambda piece: piece[0]) - 1
         is_inside = before >= 0 and one.issued_ns <= stood[before][1]
         at = min(max(stood[before][0] if is_inside else one.issued_ns, step.start_ns), step.end_ns)
         events.append((at, at, move_of[id(one)], True))
     by_end = sorted(operations, key=lambda one: one.ended_ns)
-    for start, end, name, group in sorted(waiting):
+    for start, end, name, group, since in sorted(waiting):
         first = bisect.bisect_right(by_end, start, key=lambda one: one.ended_ns)
         until = bisect.bisect_right(by_end, end + SLACK_NS, key=lambda one: one.ended_ns)
-        ended = [one for one in by_end[first:until] if one.issued_ns < end]
+        ended = [one for one in by_end[first:until] if since <= one.issued_ns < end]
         if not ended:
             # Or its end was noted late: a backend's thread may lose its processor just then.
             after = bisect.bisect_right(by_end, end + (end - start) // LATE, key=lambda one: one.ended_ns)
-            ended = [one for one in by_end[until:after] if one.issued_ns < end][:1]
+            ended = [one for one in by_end[until:after] if since <= one.issued_ns < end][:1]
         named = [one for one in ended if kind(one.name) is kind(name) and one.group == group] if name else []
         # What shares the wire ends in any order, so the thread waited for all of them.
         events += [(start, min(one.ended_ns, end), move_of[id(one)], False) for one in named or ended]
@@ -336,17 +354,21 @@ def _plain(record: Record) -> list[Step]:
 
 def _after_launches(
     step: Step, operations: Sequence[Operation], still: Sequence[Piece[None]]
-) -> tuple[list[Piece[None]], list[Piece[None]]]:
-    """The unmarked pauses that may be waits, and the others: DDP waits once all buckets of the pass are launched."""
+) -> tuple[list[Piece[int]], list[Piece[None]]]:
+    """The unmarked pauses that may be waits, with the begin of their pass, and the others: DDP waits once all buckets of the pass
+    are launched, and for these."""
     issued = [one.issued_ns for one in operations]
     backward = sorted((span.start_ns, span.end_ns) for span in step.spans if span.phase == "backward")
-    waits: list[Piece[None]] = []
+    waits: list[Piece[int]] = []
     others: list[Piece[None]] = []
     for piece in still:
         at = bisect.bisect_right(backward, piece[0], key=lambda span: span[0]) - 1
-        until = backward[at][1] if at >= 0 else step.end_ns
+        since, until = backward[at] if at >= 0 else (step.start_ns, step.end_ns)
         last = bisect.bisect_left(issued, until) - 1
-        (waits if last < 0 or issued[last] <= piece[1] else others).append(piece)
+        if last < 0 or issued[last] <= piece[1]:
+            waits.append((piece[0], piece[1], since))
+        else:
+            others.append(piece)
     return waits, others
 
 
