@@ -1,7 +1,7 @@
 """What a step would take with something changed, from sampled steps (`replay.py`).
 
-Each prediction names the setting or command that makes the change, and how wrong it may be: how far the model is from the steps
-that it was made of, and how far its wire is from their operations.
+Each prediction names the setting or command that makes the change, and how wrong it may be: how far the model is from the mean
+step, how far that may be chance, and how far samples and possible wires differ in what the change does.
 """
 
 from __future__ import annotations

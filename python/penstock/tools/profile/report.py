@@ -329,7 +329,8 @@ HOW_DIVIDED = (
 )
 HOW_PREDICTED = (
     "Computed from sampled steps: what the training threads did stays, and operations take as long as the changed network makes "
-    "them. The error is how far the model is from the steps that it was made of; computing that becomes slower or faster is not "
+    "them. The error is how far the model is from the mean step, how far that is chance, and how far samples differ; computing that "
+    "becomes slower or faster is not "
     "in it. `penstock profile --apply` makes the first change that needs no change of the script, and says how far off its "
     "prediction was."
 )
