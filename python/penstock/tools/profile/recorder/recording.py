@@ -105,8 +105,8 @@ class Recording:
         else:
             self.sampling.passed(step)
         if step.number == 0 and self.identity.world > 1:
-            # Within the steps that count as warm-up. It is not known where there is no memory left for it, or a mode of torch's is
-            # on that does not let it be.
+            # Within the steps that count as warm-up. It is not known where there is no memory left for it, or where a mode of
+            # torch's does not let it be.
             with self.span("profiler"), contextlib.suppress(Exception):
                 self.event("float16", "{:.3f} ns a byte before it is sent, {:.3f} after".format(*costs()))
         self.calls.step_ended()
