@@ -42,8 +42,8 @@ _MANY = 100_000
 """Events of a step. With the shapes of tensors torch's profiler takes 5 KB for each when it stops, and there are two steps."""
 _MOST, _EVENT_BYTES, _MEMORY_SHARE = 2_000_000, 1800, 4
 """Without shapes: 10^6 took 1.75 GB when they had been read. They may take a fourth of the memory that is free."""
-_PROBED_NS = 100_000_000
-"""A step that is shorter cannot have more than `_MANY` events: torch runs about one operator a microsecond."""
+_PROBED_NS = 300_000_000
+"""A step that is shorter has no more than about 150,000 events: 10^6 take 2 s."""
 _MOST_DRIFT_NS = 1_000_000
 _MARK = "penstock.profile"
 _MARKS = 3
@@ -213,8 +213,8 @@ class Sampling:
     def _count(self, calls: Calls) -> None:
         """Before the first sample of long steps: how many events a step has. If it can be sampled in part only, or not at all,
         that is said."""
-        if not settled(calls.in_flight, _PATIENCE_S) and time.monotonic_ns() < self.until_ns:
-            return  # in the next step
+        if not settled(calls.in_flight, _PATIENCE_S):
+            return  # at the end of a later step: what is in flight writes into the profiler's memory
         calls.stop()
         count = len(self._ended(calls).kineto_results.events())
         self._is_plain = False
