@@ -363,7 +363,7 @@ impl Rank {
         let (generation, secret, name) = (Generation(1), Vec::new(), Arc::from("phantoms"));
         self.groups.join(&mut self.host, Join { id: GROUP, generation, secret, name, members, who, algorithm });
         for peer in (0..self.host.who.len() as PeerId - 1).rev() {
-            self.groups.linked(&mut self.host, peer, false, None);
+            self.groups.connected(&mut self.host, peer, false, None);
         }
     }
 

@@ -174,10 +174,10 @@ impl Handler for Runtime {
         self.act(peers, |groups, hands| groups.happened(hands, peer, event));
     }
 
-    fn linked(&mut self, peers: &mut Peers, peer: PeerId, local: bool, pid: u32, job: Option<GroupId>) {
+    fn connected(&mut self, peers: &mut Peers, peer: PeerId, local: bool, pid: u32, job: Option<GroupId>) {
         let info = self.local.peer_mut(peer);
         (info.local, info.pid) = (local, pid);
-        self.act(peers, |groups, hands| groups.linked(hands, peer, local, job));
+        self.act(peers, |groups, hands| groups.connected(hands, peer, local, job));
     }
 
     fn cut_off(&mut self, peers: &mut Peers, peer: PeerId, reason: &str) {

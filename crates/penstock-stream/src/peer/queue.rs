@@ -5,7 +5,7 @@ use super::operation::{OpKey, granted_span};
 use super::outgoing::{Body, Control, Copied, Copies, Message, Outgoing, Way};
 use super::{NO_MESSAGE, Peer, Report};
 use crate::fingerprint::Fingerprint;
-use crate::frame::{Channel, Header, Kind, MAX_REPORT_BYTES, MessageKey, Reference};
+use crate::frame::{NumberSpace, Header, Kind, MAX_REPORT_BYTES, MessageKey, Reference};
 use penstock_types::{GroupId, OpSeq, Priority, Scope};
 use std::sync::Arc;
 
@@ -67,8 +67,8 @@ impl<C: Copied> Peer<C> {
     }
 
     /// Changes how urgent the messages of an operation are that were given to [`Peer::send`]. What a stream has pulled goes on.
-    pub fn reprioritise(&mut self, group: GroupId, channel: Channel, op: OpSeq, priority: Priority) {
-        let key = |message| MessageKey { group, channel, op, message };
+    pub fn reprioritise(&mut self, group: GroupId, space: NumberSpace, op: OpSeq, priority: Priority) {
+        let key = |message| MessageKey { group, space, op, message };
         for issue in self.outbox.by_key.range(key(0)..=key(u32::MAX)).map(|(_, issue)| *issue) {
             let message = self.outbox.messages.get_mut(&issue).expect("named by its key");
             let before = std::mem::replace(&mut message.priority, priority);
@@ -144,7 +144,7 @@ impl<C: Copied> Peer<C> {
         self.control(header, None);
     }
 
-    /// Answers a probe: `issued` operations have been issued in the channel.
+    /// Answers a probe: `issued` operations have been issued in the number space.
     pub fn answer_probe(&mut self, key: MessageKey, issued: u64) {
         let mut header = Header::new(Kind::ProbeReply, key);
         header.offset = issued;

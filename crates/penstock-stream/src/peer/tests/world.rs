@@ -18,7 +18,7 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub(super) struct Op {
     pub(super) group: GroupId,
-    pub(super) channel: Channel,
+    pub(super) space: NumberSpace,
     pub(super) seq: OpSeq,
     pub(super) priority: Priority,
     pub(super) messages: Vec<Message>,
@@ -245,10 +245,10 @@ impl World {
     /// Makes an operation known; nobody has posted it yet.
     pub(super) fn add(&mut self, op: Op) -> usize {
         let id = self.ops.len();
-        let key = OpKey { group: op.group, channel: op.channel, op: op.seq };
-        let senders: Vec<usize> = match op.channel {
-            Channel::Collective(_) => (0..self.locals.len()).collect(),
-            Channel::PointToPoint { .. } => vec![op.messages[0].from],
+        let key = OpKey { group: op.group, space: op.space, op: op.seq };
+        let senders: Vec<usize> = match op.space {
+            NumberSpace::Collective(_) => (0..self.locals.len()).collect(),
+            NumberSpace::PointToPoint { .. } => vec![op.messages[0].from],
         };
         for from in senders {
             assert!(self.index.insert((key, from), id).is_none());
@@ -287,7 +287,7 @@ impl World {
 
     pub(super) fn key(&self, op: usize, message: usize) -> MessageKey {
         let op = &self.ops[op];
-        MessageKey { group: op.group, channel: op.channel, op: op.seq, message: op.messages[message].number }
+        MessageKey { group: op.group, space: op.space, op: op.seq, message: op.messages[message].number }
     }
 
     pub(super) fn all_finished(&self) -> bool {
@@ -683,10 +683,10 @@ impl World {
         }
         local.retired = true;
         self.finished.push((self.now, node, op));
-        let Op { group, channel, seq, .. } = self.ops[op];
+        let Op { group, space, seq, .. } = self.ops[op];
         for pair in &mut self.pairs {
             if let Some(side) = pair.nodes.iter().position(|n| *n == node) {
-                pair.peers[side].retire(group, channel, seq);
+                pair.peers[side].retire(group, space, seq);
             }
         }
     }
@@ -870,11 +870,11 @@ pub(super) fn pattern(from: usize, key: &MessageKey, offset: u64, out: &mut [u8]
     }
     // A prime that is no multiple of any frame's length.
     const TABLE_BYTES: usize = 65_521;
-    let channel = match key.channel {
-        Channel::Collective(number) => u64::from(number.0) << 34,
-        Channel::PointToPoint { direction, tag } => 1 + 2 * u64::from(tag) + direction as u64,
+    let space = match key.space {
+        NumberSpace::Collective(number) => u64::from(number.0) << 34,
+        NumberSpace::PointToPoint { direction, tag } => 1 + 2 * u64::from(tag) + direction as u64,
     };
-    let name = [key.group.0, channel, key.op.0, u64::from(key.message), from as u64];
+    let name = [key.group.0, space, key.op.0, u64::from(key.message), from as u64];
     let start = name.iter().fold(17u64, |hash, word| (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29));
     TABLE.with(|table| {
         let mut at = ((start % TABLE_BYTES as u64 + offset) % TABLE_BYTES as u64) as usize;

@@ -18,7 +18,7 @@ pub(super) const CLIENT: u32 = 1;
 
 /// One end of a connection.
 #[derive(Debug)]
-pub(super) struct Link {
+pub(super) struct Connection {
     pub(super) group: Group,
     other: u32,
     /// Records of ours that were not taken.
@@ -50,9 +50,9 @@ impl Span {
     }
 }
 
-impl Link {
-    pub(super) fn new(group: Group, other: u32) -> Link {
-        Link { group, other, saying: 0, is_leaving: false }
+impl Connection {
+    pub(super) fn new(group: Group, other: u32) -> Connection {
+        Connection { group, other, saying: 0, is_leaving: false }
     }
 
     /// `lost` is called once the group has failed.
