@@ -1,7 +1,7 @@
 //! How long a collective takes on a network: [`Simulation`].
 
-use crate::network::{Link, LinkId, Network, NoPath, NodeId, Topology};
-use crate::ranks::{PACKET_BYTES, SEGMENT_BYTES, Step, Stop, World};
+use crate::network::{Link, LinkId, Network, NoPath, NodeId, SEGMENT_BYTES, Topology};
+use crate::ranks::{PACKET_BYTES, Step, Stop, World};
 use penstock_core::groups::Call;
 use penstock_plan::{
     Algorithm, Collective, Placement, PlanError, Request, Thresholds, choose, hops, segment_bytes, wire_bytes,

@@ -7,6 +7,7 @@
 use super::network::{News, StreamSpec, Streams, Way};
 use crate::frame::{FLAG_PAYLOAD_SUM, FrameError, Header, Kind, Reference};
 use crate::peer::*;
+use penstock_sim::agenda::Agenda;
 use penstock_types::Priority;
 use rand::{Rng, SeedableRng};
 use rand_xorshift::XorShiftRng;
@@ -144,8 +145,7 @@ pub(super) struct World {
     locals: Vec<Vec<Local>>,
     /// By operation and message.
     got: Vec<Vec<Got>>,
-    scheduled: BTreeMap<(Time, u64), Action>,
-    schedule_count: u64,
+    scheduled: Agenda<Action>,
     /// Eager bytes held, by node and sender.
     held: HashMap<(usize, usize), u64>,
     pub(super) most_held: u64,
@@ -215,8 +215,7 @@ impl World {
             index: HashMap::new(),
             locals: vec![Vec::new(); nodes],
             got: Vec::new(),
-            scheduled: BTreeMap::new(),
-            schedule_count: 0,
+            scheduled: Agenda::default(),
             held: HashMap::new(),
             most_held: 0,
             bytes: true,
@@ -268,8 +267,7 @@ impl World {
     }
 
     pub(super) fn schedule(&mut self, at: Time, action: Action) {
-        self.schedule_count += 1;
-        self.scheduled.insert((at, self.schedule_count), action);
+        self.scheduled.add(at, action);
     }
 
     /// The pair of two nodes and the first one's side of it.
@@ -296,7 +294,7 @@ impl World {
 
     /// Nothing is scheduled and all operations are over; copies may still be under way.
     pub(super) fn idle(&self) -> bool {
-        self.scheduled.is_empty() && self.all_finished()
+        self.scheduled.next_at().is_none() && self.all_finished()
     }
 
     pub(super) fn is_quiet(&self) -> bool {
@@ -315,7 +313,7 @@ impl World {
 
     /// Runs until all operations have finished everywhere and nothing is on its way.
     pub(super) fn finish(&mut self, limit: u64) {
-        self.run(limit, |world| world.scheduled.is_empty() && world.all_finished() && world.is_quiet());
+        self.run(limit, |world| world.idle() && world.is_quiet());
     }
 
     /// Runs for a while, whatever happens.
@@ -329,7 +327,7 @@ impl World {
     }
 
     fn next(&mut self) -> Time {
-        let scheduled = self.scheduled.first_key_value().map_or(Time(u64::MAX), |((at, _), _)| *at);
+        let scheduled = self.scheduled.next_at().unwrap_or(Time(u64::MAX));
         let deadlines = self.pairs.iter().flat_map(|pair| pair.deadlines);
         deadlines.fold(scheduled.min(self.network.next()), Time::min).max(self.now)
     }
@@ -338,8 +336,7 @@ impl World {
         let now = self.next();
         self.now = now;
         self.steps += 1;
-        while self.scheduled.first_key_value().is_some_and(|((at, _), _)| *at <= now) {
-            let (_, action) = self.scheduled.pop_first().expect("looked at");
+        while let Some(action) = self.scheduled.pop(now) {
             self.act(action);
         }
         self.network.advance(now);
