@@ -27,17 +27,16 @@ mod ending;
 mod operation;
 mod outgoing;
 mod pauses;
-mod pull;
-mod queue;
 mod receive;
+mod send;
 mod take_over;
 mod time;
 mod urgency;
 
 pub use self::operation::{Arrival, Landing, OpStatus};
 pub use self::outgoing::{Body, Copied, Outgoing};
-pub use self::pull::{Outbound, Payload, seal};
 pub use self::receive::{Finish, LOST_STREAM, verify};
+pub use self::send::{Outbound, Payload, seal};
 pub use self::urgency::Urgency;
 pub use crate::frame::{Counts, Farewell};
 
@@ -48,7 +47,7 @@ use self::pauses::Pauses;
 use self::take_over::Sharing;
 use self::time::Hearing;
 use crate::fingerprint::Fingerprint;
-use crate::frame::{NumberSpace, MAX_FRAME_BYTES, MessageKey};
+use crate::frame::{MAX_FRAME_BYTES, MessageKey, NumberSpace};
 use crate::stream::{Stream, StreamStats};
 use penstock_types::{ChannelId, FailureKind, Generation, GroupId, MILLISECOND, OpSeq, SECOND, Scope, Time};
 use std::collections::{BTreeMap, HashMap, VecDeque};
