@@ -311,7 +311,7 @@ impl Host for VirtualHost {
     }
 
     fn interleave(&self, must: bool) {
-        self.threads.interleave(must, self.now());
+        self.threads.interleave(must);
     }
 
     fn connect(&self, to: SocketAddr) -> Box<dyn Connection> {
