@@ -42,8 +42,16 @@ USES = {
     "penstock-py": {"types", "aggregation", "sim", "engine", "node"},
 }
 
+# A crate that only tests use.
+FOR_TESTS = "penstock-testing"
+
 # Which crates of this workspace its tests use besides.
-TESTS_USE = {"penstock-stream": {"sim"}}
+TESTS_USE = {
+    "penstock-stream": {"sim"},
+    "penstock-aggregation": {"testing"},
+    "penstock-sim": {"testing"},
+    "penstock-engine": {"testing"},
+}
 
 # Crates of words and arithmetic: too little for a list of what clippy disallows, and an example of the kernels measures times.
 WITHOUT_LISTS = ["penstock-types", "penstock-kernels"]
@@ -66,7 +74,7 @@ def test_crates_lean_only_on_those_below(root: pathlib.Path) -> None:
                 for dependency in package["dependencies"]
                 if dependency["name"].startswith("penstock-") and (dependency["kind"] == "dev") == is_test
             }
-    assert found[False] == USES
+    assert found[False] == {**USES, FOR_TESTS: set()}
     assert {crate: others for crate, others in found[True].items() if others} == TESTS_USE
 
 
