@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 pub type Use = Box<dyn FnOnce(&[u8]) + Send>;
 
 /// What is done without the lock.
-pub trait Job {
+pub trait Unlocked {
     /// Does it, once.
     fn run(&mut self);
 }
@@ -21,7 +21,7 @@ pub trait Job {
 /// What the event loop asks and tells. Its threads call by turns, under the loop's lock.
 pub trait Handler {
     /// A piece of what takes long.
-    type Task: Job;
+    type Task: Unlocked;
 
     /// A header has come on a stream of a peer. Says where its payload goes. A place must stay valid until the frame is handled or
     /// its group or channel is dropped ([`Peers::drop_all`]).

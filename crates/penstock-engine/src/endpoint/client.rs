@@ -7,7 +7,7 @@ use crate::engine::Engine;
 use crate::handle::check_fork;
 use crate::runtime::GroupSpec;
 use crate::ticket::{Promise, Ticket};
-use penstock_core::endpoint::{self, ClientAction, Ended, INLINE, Kind, Lane, Outcome, Record, Target};
+use penstock_core::endpoint::{self, Class, ClientAction, Ended, INLINE, Kind, Outcome, Record, Target};
 use penstock_types::{Failure, FailureKind, Priority, Time};
 use std::any::Any;
 use std::collections::HashMap;
@@ -88,7 +88,7 @@ impl Work {
 #[derive(Debug)]
 enum Input {
     Joined(Result<(), Failure>),
-    Heard(Lane, Result<Box<[u8; Record::BYTES]>, Failure>),
+    Heard(Class, Result<Box<[u8; Record::BYTES]>, Failure>),
     Said,
     Sent(u64),
     Received(u64),
@@ -281,12 +281,12 @@ impl Driver {
             Input::Joined(Ok(())) => {
                 let input = self.input.clone();
                 self.connection.on_lost(move |failure| drop(input.send(Input::Lost(failure))));
-                Lane::ALL.into_iter().for_each(|lane| self.hear(lane));
+                Class::ALL.into_iter().for_each(|class| self.hear(class));
             }
             Input::Joined(Err(failure)) | Input::Lost(failure) => self.lost(failure),
             // A failure ends the group, which is watched.
             Input::Heard(_, Err(_)) => {}
-            Input::Heard(lane, Ok(bytes)) => self.heard(lane, &bytes),
+            Input::Heard(class, Ok(bytes)) => self.heard(class, &bytes),
             Input::Said => {
                 self.connection.said();
                 if self.connection.is_leaving {
@@ -312,15 +312,15 @@ impl Driver {
         }
     }
 
-    fn hear(&self, lane: Lane) {
+    fn hear(&self, class: Class) {
         let input = self.input.clone();
-        self.connection.hear(lane, move |result| drop(input.send(Input::Heard(lane, result.map(Box::new)))));
+        self.connection.hear(class, move |result| drop(input.send(Input::Heard(class, result.map(Box::new)))));
     }
 
-    fn heard(&mut self, lane: Lane, bytes: &[u8; Record::BYTES]) {
+    fn heard(&mut self, class: Class, bytes: &[u8; Record::BYTES]) {
         let result = Record::decode(bytes).and_then(|record| {
             let is_last = record == Record::Bye;
-            self.machine.record(lane, record).map(|()| is_last)
+            self.machine.record(class, record).map(|()| is_last)
         });
         match result {
             Ok(true) => {}
@@ -331,7 +331,7 @@ impl Driver {
                     self.connects = None;
                     welcomed.complete(Ok(()));
                 }
-                self.hear(lane);
+                self.hear(class);
             }
             Err(fault) => {
                 let reason = format!("{} has sent {}", self.server, fault.0);
@@ -363,9 +363,9 @@ impl Driver {
     fn carry_out(&mut self) {
         while let Some(action) = self.machine.poll() {
             match action {
-                ClientAction::Say(lane, record) => {
+                ClientAction::Say(class, record) => {
                     let input = self.input.clone();
-                    self.connection.say(lane, &record, move || drop(input.send(Input::Said)));
+                    self.connection.say(class, &record, move || drop(input.send(Input::Said)));
                 }
                 ClientAction::Transmit { call, slot, len, priority, zeros } => {
                     let made = self.made.get_mut(&call).expect("it runs");

@@ -7,7 +7,7 @@ use crate::group::Group;
 use crate::handle::check_fork;
 use crate::runtime::GroupSpec;
 use crate::ticket::Ticket;
-use penstock_core::endpoint::{self, Fault, Kind, Lane, Limits, Record, ServerAction};
+use penstock_core::endpoint::{self, Class, Fault, Kind, Limits, Record, ServerAction};
 use penstock_types::{Failure, FailureKind, Priority};
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -75,7 +75,7 @@ pub struct ServerStats {
 enum Input {
     Accept(Group, Ticket, Arc<str>),
     Joined(u32, Result<(), Failure>),
-    Heard(u32, Lane, Result<Box<[u8; Record::BYTES]>, Failure>),
+    Heard(u32, Class, Result<Box<[u8; Record::BYTES]>, Failure>),
     Said(u32),
     Received(u32, u64),
     Sent(u32, u64, u64),
@@ -286,7 +286,7 @@ impl Driver {
         match input {
             Input::Accept(group, joined, who) => self.accept(group, &joined, who),
             Input::Joined(client, result) => self.joined(client, result),
-            Input::Heard(client, lane, result) => self.heard(client, lane, result),
+            Input::Heard(client, class, result) => self.heard(client, class, result),
             Input::Said(client) => {
                 if let Some(known) = self.clients.get_mut(&client) {
                     known.connection.said();
@@ -354,16 +354,16 @@ impl Driver {
         let input = self.input.clone();
         known.connection.on_lost(move |failure| drop(input.send(Input::Lost(client, failure))));
         self.machine.connected(client);
-        Lane::ALL.into_iter().for_each(|lane| self.hear(client, lane));
+        Class::ALL.into_iter().for_each(|class| self.hear(client, class));
     }
 
-    fn hear(&self, client: u32, lane: Lane) {
+    fn hear(&self, client: u32, class: Class) {
         let input = self.input.clone();
-        let heard = move |result: Result<_, _>| drop(input.send(Input::Heard(client, lane, result.map(Box::new))));
-        self.clients[&client].connection.hear(lane, heard);
+        let heard = move |result: Result<_, _>| drop(input.send(Input::Heard(client, class, result.map(Box::new))));
+        self.clients[&client].connection.hear(class, heard);
     }
 
-    fn heard(&mut self, client: u32, lane: Lane, result: Result<Box<[u8; Record::BYTES]>, Failure>) {
+    fn heard(&mut self, client: u32, class: Class, result: Result<Box<[u8; Record::BYTES]>, Failure>) {
         // A failure ends the group, which is watched.
         let (Ok(bytes), true) = (result, self.clients.contains_key(&client)) else { return };
         match Record::decode(&bytes) {
@@ -373,9 +373,9 @@ impl Driver {
                 if self.clients[&client].connection.saying > self.most_said {
                     return self.machine.break_off(client, Fault("calls, without reading what is said to them"));
                 }
-                self.machine.record(client, lane, record);
+                self.machine.record(client, class, record);
                 if !is_last {
-                    self.hear(client, lane);
+                    self.hear(client, class);
                 }
             }
         }
@@ -396,10 +396,10 @@ impl Driver {
     fn carry_out(&mut self) {
         while let Some(action) = self.machine.poll() {
             match action {
-                ServerAction::Say { client, lane, record } => {
+                ServerAction::Say { client, class, record } => {
                     let input = self.input.clone();
                     if let Some(known) = self.clients.get_mut(&client) {
-                        known.connection.say(lane, &record, move || drop(input.send(Input::Said(client))));
+                        known.connection.say(class, &record, move || drop(input.send(Input::Said(client))));
                     }
                 }
                 ServerAction::Receive { client, id, slot, len, priority } => {

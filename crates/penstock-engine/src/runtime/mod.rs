@@ -15,7 +15,7 @@ use local::Local;
 use penstock_core::groups::{self, Groups};
 use penstock_net::fds::Fd;
 use penstock_net::memory::MemoryEpoch;
-use penstock_net::{Admission, Handler, Job, Peers, Use};
+use penstock_net::{Admission, Handler, Peers, Unlocked, Use};
 use penstock_plan::Thresholds;
 use penstock_stream::frame::Kind;
 use penstock_stream::handshake::{Hello, NodeKey};
@@ -101,7 +101,7 @@ pub(crate) struct Task {
     result: Result<Vec<(u32, bool)>, (u32, String)>,
 }
 
-impl Job for Task {
+impl Unlocked for Task {
     fn run(&mut self) {
         self.result = self.computation.run().map_err(|(operand, error)| (operand, error.to_string()));
     }

@@ -4,7 +4,7 @@ use super::threads::{Loop, Run, State, Turn};
 use super::{FIRST_LISTENER, FIRST_SOCKET, LOCAL_LISTENER, WAKE};
 use crate::claims::Claim;
 use crate::close_reason::CloseReason;
-use crate::handler::{Handler, Job};
+use crate::handler::{Handler, Unlocked};
 use crate::socket::Progress;
 use penstock_stream::Header;
 use penstock_stream::frame::{FLAG_PAYLOAD_SUM, Kind};

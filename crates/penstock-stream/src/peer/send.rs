@@ -295,7 +295,7 @@ impl<C: Copied> Peer<C> {
                     self.outbox.ready.range((priority, 0)..=(priority, u64::MAX)).take(streams as usize).count();
                 let message = self.outbox.messages.get_mut(&issue).expect("ready messages are outgoing");
                 self.outbox.urgent += usize::from(!message.has_begun() && priority.is_urgent());
-                let (index, repeated) = message.next_frame(stream.frame_bytes(), streams.div_ceil(alike as u64));
+                let (index, repeated) = message.cut_frame(stream.frame_bytes(), streams.div_ceil(alike as u64));
                 if !message.has_frames() {
                     self.outbox.ready.remove(&(priority, issue));
                 }
