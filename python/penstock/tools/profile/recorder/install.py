@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from penstock.tools.profile.recorder import changes, collectives, sampling
+from penstock.tools.profile.recorder.errors import is_of_script
 from penstock.tools.profile.recorder.identity import Identity
 from penstock.tools.profile.recorder.recording import MAYBE, PROFILED, Recording
 
@@ -114,6 +115,8 @@ def _begun(folder: Path) -> Recording | None:
             try:
                 _state.recording = Recording(folder, _state.identity or Identity())
             except Exception as error:  # whatever is wrong here, such as too many threads, the script must run
+                if is_of_script(error):
+                    raise
                 _stop()
                 with contextlib.suppress(OSError):
                     (folder / f".profile-problem-{os.getpid()}").write_text(f"{type(error).__name__}: {error}")
@@ -270,7 +273,7 @@ def _penstock_profile_call(module: Any, args: Any, kwargs: Any) -> Any:
     original = _modules.original
     recording = None if _is_compiling() else _begin()
     # What runs within a backward pass is computed again for it (torch.utils.checkpoint).
-    if recording is None or recording.marks.is_in("backward"):
+    if recording is None or recording.is_in_pass():
         return original(module, *args, **kwargs)
     has_gradients = torch.is_grad_enabled()
     is_forward = has_gradients and module.training
@@ -302,9 +305,10 @@ def _patch_backward() -> None:
     @functools.wraps(original)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         recording = None if _is_compiling() else _train()
-        if recording is None or recording.marks.is_in("backward"):
+        if recording is None or recording.is_in_pass():
             return original(*args, **kwargs)
-        recording.backward_begins()
+        _modules.watch()
+        recording.backward_begins(sys._getframe())
         try:
             return original(*args, **kwargs)
         finally:
@@ -350,9 +354,9 @@ def _patch_functions() -> None:
         recording = _active()
         if recording is None:
             return inner(self, optimizer, *args, **kwargs)
-        steps = recording.steps
+        steps = recording.iterations.steps
         result = inner(self, optimizer, *args, **kwargs)
-        if recording.steps == steps:
+        if recording.iterations.steps == steps:
             recording.stepped(optimizer)  # it would have
         return result
 

@@ -83,6 +83,10 @@ class Marks:
             if name == phase:
                 return
 
+    def forget(self, phase: str) -> None:
+        """What of that phase is open has ended, and nobody knows when."""
+        self._open = [each for each in self._open if each[0] != phase]
+
     def is_in(self, phase: str) -> bool:
         for name, _ in self._open:  # noqa: SIM110  (a generator takes three times as long)
             if name == phase:
@@ -119,7 +123,8 @@ class Marks:
         self._maybe_forward.clear()
         for phase, start_ns in self._open:
             self._span(phase, start_ns, at_ns)
-        self._open = [(phase, at_ns) for phase, _ in self._open]
+        # What was open when this step began, too, has ended without a word: a signal's handler raised within its mark.
+        self._open = [(phase, at_ns) for phase, start_ns in self._open if start_ns > self.start_ns]
         step = Step(
             self.number,
             self.start_ns,

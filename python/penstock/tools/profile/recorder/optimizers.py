@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import types
 
-__all__ = ["Optimizers"]
+__all__ = ["Optimizers", "is_within"]
 
 
 class Optimizers:
@@ -28,7 +28,7 @@ class Optimizers:
         thread = threading.get_ident()
         if self._thread.setdefault("thread", thread) != thread:
             return False
-        while self._callers and not _is_within(caller, self._callers[-1]):
+        while self._callers and not is_within(caller, self._callers[-1]):
             self._callers.pop()
         self._callers.append(caller)
         return len(self._callers) == 1
@@ -58,7 +58,7 @@ class Optimizers:
         self._thread.clear()
 
 
-def _is_within(frame: types.FrameType | None, outer: types.FrameType) -> bool:
+def is_within(frame: types.FrameType | None, outer: types.FrameType) -> bool:
     while frame is not None:
         if frame is outer:
             return True

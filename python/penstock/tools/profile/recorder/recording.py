@@ -22,7 +22,7 @@ from penstock.tools.profile.recorder.counters import Counters
 from penstock.tools.profile.recorder.identity import Identity, make_room
 from penstock.tools.profile.recorder.iterations import Iterations
 from penstock.tools.profile.recorder.marks import MOST_MARKS, Marks, Usage
-from penstock.tools.profile.recorder.optimizers import Optimizers
+from penstock.tools.profile.recorder.optimizers import Optimizers, is_within
 from penstock.tools.profile.recorder.sampling import Sampling
 from penstock.tools.profile.recorder.writer import Writer
 
@@ -54,9 +54,9 @@ class Recording:
         self.calls = Calls()
         self.marks = Marks(time.monotonic_ns(), _usage())
         self.iterations = Iterations()
-        self.steps = 0
-        """Of all optimizers."""
         self._optimizers = Optimizers()
+        self._pass: types.FrameType | None = None
+        """What called the backward pass that runs."""
         self._is_due = False
         """Whether the step ends where the backward pass ends: an optimizer has stepped in a hook of it."""
         self._is_over = False
@@ -102,13 +102,24 @@ class Recording:
 
     # ------------------------------------------------------------------------------------- backward passes, optimizers
 
-    def backward_begins(self) -> None:
+    def is_in_pass(self) -> bool:
+        """Whether a backward pass runs. One whose end was missed, since a signal's handler raised within its mark, does not."""
+        if not self.marks.is_in("backward"):
+            return False
+        if threading.get_ident() != self.thread or (self._pass and is_within(sys._getframe(1), self._pass)):
+            return True
+        self.marks.forget("backward")
+        return False
+
+    def backward_begins(self, caller: types.FrameType) -> None:
+        self._pass = caller
         self.calls.comes("backward")
         self.phase = "backward"
         self._optimizers.pass_begins()
         self.marks.enter("backward", time.monotonic_ns())
 
     def backward_ends(self) -> None:
+        self._pass = None
         now_ns = time.monotonic_ns()
         self.marks.leave("backward", now_ns)
         self._optimizers.pass_ends()
@@ -121,6 +132,8 @@ class Recording:
     def optimizer_begins(self, caller: types.FrameType) -> None:
         if self._optimizers.begins(caller):
             self.phase = "optimizer"
+            if self.marks.is_in("optimizer"):  # one that raised
+                self.marks.forget("optimizer")
             self.marks.enter("optimizer", time.monotonic_ns())
 
     def optimizer_ends(self, optimizer: Any, caller: types.FrameType) -> None:
@@ -130,9 +143,8 @@ class Recording:
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped, or a GradScaler has found that it must not."""
-        self.steps += 1
         if self.iterations.stepped(optimizer):
-            if self.marks.is_in("backward"):
+            if self.is_in_pass():
                 self._is_due = True
             else:
                 self._end_step()
