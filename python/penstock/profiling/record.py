@@ -125,6 +125,8 @@ class Sample:
     operations: tuple[Operation, ...] = ()
     dropped: int = 0
     """Events that were left out since there were too many."""
+    device: Step | None = None
+    """The same step as a GPU lived it: its kernels by the phase of their launch, and as waits where it only communicated."""
 
 
 @dataclass(frozen=True)
@@ -338,7 +340,14 @@ def _sample(given: dict[str, Any]) -> Sample:
             raise ValueError("overlaps")
         busy.append(found)
     operations = tuple(_operation(each) for each in given.get("operations", ()))
-    return Sample(_count(given["sample"]), tuple(busy), operations, _count(given.get("dropped", 0)))
+    device = given.get("device")
+    return Sample(
+        _count(given["sample"]),
+        tuple(busy),
+        operations,
+        _count(given.get("dropped", 0)),
+        None if device is None else _step(device),
+    )
 
 
 def _readings(given: dict[str, Any]) -> Readings:
@@ -386,6 +395,7 @@ _WRITERS: dict[type, Callable[[Any], dict[str, Any]]] = {
         "busy": [list(each) for each in sample.busy],
         "operations": [[getattr(one, each.name) for each in fields(Operation)] for one in sample.operations],
         "dropped": sample.dropped,
+        **({} if sample.device is None else {"device": _WRITERS[Step](sample.device)}),
     },
     Readings: lambda readings: {"readings": readings.time_ns, "values": readings.values},
     Event: lambda event: {"event": event.kind, "time": event.time_ns, "text": event.text},
