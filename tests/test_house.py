@@ -454,7 +454,7 @@ PYTHON_MAY_USE = {
     "cluster": set(),
     "runtime": {"cluster", "live"},
     "planning": {"cluster"},
-    "profiling": {"runtime"},
+    "profiling": {"runtime", "cluster", "planning"},
     "reports": set(),
     "live": {"reports"},
     "torch": {"runtime"},
