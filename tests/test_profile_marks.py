@@ -169,7 +169,15 @@ class Seen:
         self._name, self._start, self._end, self._more = name, start, end, more
 
     def __getattr__(self, name: str) -> Any:
-        defaults = {"start_thread_id": 1, "is_async": False, "scope": 0, "shapes": [], "dtypes": []}
+        defaults = {
+            "start_thread_id": 1,
+            "is_async": False,
+            "scope": 0,
+            "shapes": [],
+            "dtypes": [],
+            "device_type": None,
+        }
+        defaults |= {"correlation_id": 0, "linked_correlation_id": 0, "activity_type": "cpu_op"}
         value = self._more.get(name, defaults.get(name))
         return lambda: value
 

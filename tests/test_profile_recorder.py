@@ -85,7 +85,10 @@ def test_every_phase_holds_what_was_planted_in_it(profiled: Any) -> None:
     assert is_within(evaluation, outer) and all(is_within(one, evaluation) for one in planted)
     [checkpoint] = held(record, "checkpoint")
     assert is_within(checkpoint, job.readings("around checkpoint")[0])
-    assert [event.kind for event in record.events] == ["checkpoint", "fork", "end"]
+    assert [event.kind for event in record.events] == ["checkpoint", "fork", "samples", "end"]
+    assert re.fullmatch(
+        r"every (\d+) steps from here on: a sample costs [\d.]+ ms, a step takes [\d.]+", record.events[2].text
+    )
     assert all(step.examples == 8 for step in record.steps)
 
 

@@ -20,7 +20,7 @@ class Gpus:
         self._tool: subprocess.Popen[bytes] | None = None
         self._rest = b""
         self.absent: list[str] = []
-        if not os.path.exists("/proc/driver/nvidia/version"):
+        if not os.path.exists(_DRIVER):
             self.absent.append("GPUs (there is no NVIDIA driver)")
             return
         try:
@@ -85,5 +85,6 @@ class Gpus:
         return bool(select.select([self._tool.stdout], [], [], 0)[0])
 
 
+_DRIVER = "/proc/driver/nvidia/version"
 _TOOL_S = 5
 """Each of its readings costs about 20 ms of a processor (guess)."""

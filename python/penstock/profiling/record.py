@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from penstock.errors import Config
 
@@ -53,17 +53,18 @@ class Header:
     """For people: versions, backend, command, device."""
 
 
-@dataclass(frozen=True)
-class Span:
-    """What the training thread did: a part of a step by name (`breakdown.PHASES`). Spans may lie within others."""
+class Span(NamedTuple):
+    """What the training thread did: a part of a step by name (`breakdown.PHASES`). Spans may lie within others.
+
+    *Why a tuple?* The recorder makes some in each step, and a frozen dataclass takes three times as long.
+    """
 
     phase: str
     start_ns: int
     end_ns: int
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(NamedTuple):
     """The training thread stood in a call that waits for communication, such as ``Work.wait`` or a blocking collective."""
 
     start_ns: int
@@ -124,6 +125,8 @@ class Sample:
     operations: tuple[Operation, ...] = ()
     dropped: int = 0
     """Operations that were left out since there were too many."""
+    device: Step | None = None
+    """The same step as a GPU lived it: its kernels by the phase of their launch, and as waits where it only communicated."""
 
 
 @dataclass(frozen=True)
@@ -162,9 +165,12 @@ class Record:
         return bool(self.header.about.get("counters"))
 
 
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
+
 def line(what: Header | Step | Sample | Readings | Event) -> str:
     """What happened as a line of the file, with its end."""
-    return json.dumps(_WRITERS[type(what)](what), separators=(",", ":")) + "\n"
+    return _encode(_WRITERS[type(what)](what)) + "\n"
 
 
 def read(path: Path, file: Any = None) -> Record:
@@ -333,7 +339,14 @@ def _sample(given: dict[str, Any]) -> Sample:
             raise ValueError("overlaps")
         busy.append(found)
     operations = tuple(_operation(each) for each in given.get("operations", ()))
-    return Sample(_count(given["sample"]), tuple(busy), operations, _count(given.get("dropped", 0)))
+    device = given.get("device")
+    return Sample(
+        _count(given["sample"]),
+        tuple(busy),
+        operations,
+        _count(given.get("dropped", 0)),
+        None if device is None else _step(device),
+    )
 
 
 def _readings(given: dict[str, Any]) -> Readings:
@@ -370,8 +383,8 @@ _WRITERS: dict[type, Callable[[Any], dict[str, Any]]] = {
         "step": step.number,
         "start": step.start_ns,
         "end": step.end_ns,
-        "spans": [[span.phase, span.start_ns, span.end_ns] for span in step.spans],
-        "waits": [[wait.start_ns, wait.end_ns, wait.operation, wait.group] for wait in step.waits],
+        "spans": step.spans,
+        "waits": step.waits,
         "thread": step.thread_ns,
         "process": step.process_ns,
         "examples": step.examples,
@@ -381,6 +394,7 @@ _WRITERS: dict[type, Callable[[Any], dict[str, Any]]] = {
         "busy": [list(each) for each in sample.busy],
         "operations": [[getattr(one, each.name) for each in fields(Operation)] for one in sample.operations],
         "dropped": sample.dropped,
+        **({} if sample.device is None else {"device": _WRITERS[Step](sample.device)}),
     },
     Readings: lambda readings: {"readings": readings.time_ns, "values": readings.values},
     Event: lambda event: {"event": event.kind, "time": event.time_ns, "text": event.text},

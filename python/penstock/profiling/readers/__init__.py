@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.errors import Config
 from penstock.profiling import record
 from penstock.profiling.breakdown import Breakdown
+from penstock.profiling.divide import WARM_UP_STEPS
 from penstock.profiling.readers import inspector, kineto, megatron
 from penstock.profiling.readers.source import WHAT_WE_READ, opened
 from penstock.profiling.record import Record
@@ -105,7 +107,7 @@ def _ours(paths: Sequence[Path]) -> list[Record]:
         if len(paths) == 1 and hosts:
             raise Config(f"{paths[0]} holds counters of a host and no rank: give the folder that it lies in")
         raise Config(f"{paths[0].parent} holds no rank's file")
-    ranks = [found[rank] for rank in sorted(found)]
+    ranks = [_of_device(found[rank]) for rank in sorted(found)]
     for host in hosts:
         its = [each for each in ranks if each.header.host == host.header.host]
         for each in its:
@@ -116,6 +118,23 @@ def _ours(paths: Sequence[Path]) -> list[Record]:
         if not its:
             ranks[0].problems.append(f"the counters of host {host.header.host} belong to no rank that is there")
     return ranks
+
+
+def _of_device(each: Record) -> Record:
+    """Where steps ran on a GPU, its record is that of the sampled ones: of the others the host's side alone is known."""
+    steps = [sample.device for sample in each.samples if sample.device is not None]
+    if not steps:
+        return each
+    later = each.steps[WARM_UP_STEPS:] or each.steps
+    mean_ns = sum(step.end_ns - step.start_ns for step in later) / len(later) if later else 0
+    each.problems.append(
+        f"rank {each.header.rank} computes on a GPU, whose timeline is known in {len(steps)} samples: the table is of these. "
+        f"All {len(later)} steps took {mean_ns / 1e6:.1f} ms in the mean"
+    )
+    about = {**each.header.about, "reader": "recorder", "device": "gpu"}
+    header = dataclasses.replace(each.header, about=about)
+    sampled = [sample for sample in each.samples if sample.device is not None]
+    return Record(header, steps, sampled, each.readings, each.events, each.problems)
 
 
 def _looks_like(path: Path) -> str:

@@ -15,7 +15,7 @@ from penstock.profiling.readers import collectives
 from penstock.profiling.readers.collectives import Group
 from penstock.profiling.record import Operation, Sample, Span, Step, Wait
 
-__all__ = ["Called", "Host", "Kernel", "Named", "steps"]
+__all__ = ["Called", "Host", "Kernel", "Named", "device_spans", "steps"]
 
 Thread = int | str
 
@@ -287,8 +287,28 @@ def _of_device(
         following = max(lasts[index], bounds[index][2]) if is_last else firsts[used[position + 1]]
         on_device.append((bounds[index][0], firsts[index], max(following, firsts[index])))
     bounds = list(_apart(on_device)) or bounds
+    loading = [(span.start_ns, span.end_ns, None) for span in phases.spans if span.phase == "loading"]
+    flights = [(each.start_ns, each.end_ns, None) for each in moving]
+    spans, waits, busy = device_spans(work, flights, loading, [(start, end, None) for _, start, end in bounds])
+    return _put_together(bounds, spans, waits, busy, moving)
+
+
+def device_spans(
+    work: Sequence[Piece[str]],
+    moving: Sequence[Piece[None]],
+    loading: Sequence[Piece[None]],
+    whole: Sequence[Piece[None]],
+) -> tuple[list[Span], list[Piece[None]], list[Piece[None]]]:
+    """A device's timeline: its spans, its waits, and when it worked.
+
+    Args:
+        work: kernels and copies that do not communicate, each with the phase of its launch, in order.
+        moving: collectives.
+        loading: when the training thread loaded.
+        whole: the steps.
+    """
     busy = union((start, end, None) for start, end, _ in work)
-    waits = without(union((each.start_ns, each.end_ns, None) for each in moving), busy)
+    waits = without(union(moving), busy)
     spans: list[Span] = []
     until = 0
     for start, end, phase in work:
@@ -299,12 +319,11 @@ def _of_device(
             else:
                 spans.append(Span(phase, begin, end))
         until = max(until, end)
-    loading = [(span.start_ns, span.end_ns, None) for span in phases.spans if span.phase == "loading"]
     spans += [Span("loading", start, end) for start, end, _ in without(without(loading, busy), waits)]
     # What has no phase is said to have none: the division would give gaps between two forward parts to the forward pass.
     known = union((span.start_ns, span.end_ns, None) for span in spans)
-    spans += [Span(OTHER, *each[:2]) for each in without([(start, end, None) for _, start, end in bounds], known)]
-    return _put_together(bounds, sorted(spans, key=lambda span: span.start_ns), waits, busy, moving)
+    spans += [Span(OTHER, *each[:2]) for each in without(whole, known)]
+    return sorted(spans, key=lambda span: span.start_ns), waits, busy
 
 
 def _put_together(

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from penstock.errors import Config
@@ -152,6 +152,7 @@ def complaints(folder: Path, records: Sequence[Record]) -> list[str]:
     ranks = [record for record in records if not record.header.about.get("counters")]
     if not ranks:
         return [*said, _nothing(has_python, has_torch)]
+    said += [text for record in ranks for text in _of_others(folder, record)]
     return [*said, *(text for record in ranks for text in _of_rank(record)), *_of_job(ranks)]
 
 
@@ -166,8 +167,19 @@ def _nothing(has_python: bool, has_torch: bool) -> str:
         return "nothing was recorded: no Python process of the command imported torch"
     return (
         "nothing was recorded: the command imported torch, but called no module, ran no backward pass and joined no process "
-        "group, or it was killed within its first second"
+        "group, or it was killed: within its first second, or before its end if it trained nothing"
     )
+
+
+def _of_others(folder: Path, record: Record) -> Iterator[str]:
+    """Records of processes that called themselves this rank, too, while it ran. Those of earlier lives had ended."""
+    rank = record.header.rank
+    for path in sorted(folder.glob(f"before-*/rank-{rank}.jsonl")):
+        if path.stat().st_mtime_ns > record.header.wall_ns + 1_000_000_000:
+            yield (
+                f"several programs trained as rank {rank} at the same time, and were no ranks of one job. Shown is process "
+                f"{record.header.pid}; {path.parent} holds another one (penstock profile --read {path.parent})"
+            )
 
 
 def _of_rank(record: Record) -> list[str]:

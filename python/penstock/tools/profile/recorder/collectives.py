@@ -57,7 +57,7 @@ class Calls:
         """Groups that functional collectives looked up in a sample."""
         self.last: Call | None = None
         self.is_batching = False
-        self.is_waiting = False
+        self.is_waiting = self.is_issuing = False
         self._works: dict[int, Call] = {}
         self._receives: list[Call] = []
 
@@ -171,7 +171,8 @@ def patch(active: Callable[[], Recording | None], joined: Callable[[int, int, st
         method = getattr(dist.ProcessGroup, name, None)
         if method is not None:
             setattr(dist.ProcessGroup, name, _issuing(method, name, active))
-    _patch_batches(active)
+    _patch_batches(dist.ProcessGroup, active)
+    _patch_groups(active)
     _patch_wait(dist.Work, active)
     _patch_wait(torch.futures.Future, active)
     _patch_init(joined)
@@ -191,9 +192,10 @@ def _issuing(method: Any, name: str, active: Callable[[], Recording | None]) -> 
     @functools.wraps(method)
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         recording = active()
-        if recording is None:
+        if recording is None or recording.calls.is_issuing:
             return method(group, *args, **kwargs)
         calls = recording.calls
+        calls.is_issuing = True
         known = calls.describe(group, operation, recording.phase, recording.marks.is_in("backward"))
         if calls.log is not None:
             known.bytes = _length(args, operation)
@@ -202,6 +204,7 @@ def _issuing(method: Any, name: str, active: Callable[[], Recording | None]) -> 
         try:
             work = method(group, *args, **kwargs)
         finally:
+            calls.is_issuing = False
             calls.issued(known, work)
             if blocks:
                 known.waited_ns = known.end_ns
@@ -212,8 +215,32 @@ def _issuing(method: Any, name: str, active: Callable[[], Recording | None]) -> 
     return call
 
 
-def _patch_batches(active: Callable[[], Recording | None]) -> None:
-    before, after = dist.ProcessGroup._start_coalescing, dist.ProcessGroup._end_coalescing
+_groups: set[type] = set()
+
+
+def _patch_groups(active: Callable[[], Recording | None]) -> None:
+    """Up to torch 2.13 a backend in Python is the group itself, of a class with methods of its own."""
+    c10d = dist.distributed_c10d
+    original = c10d._new_process_group_helper
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        kind = type(made[0] if isinstance(made, tuple) else made)
+        if kind not in _groups and issubclass(kind, dist.ProcessGroup) and kind is not dist.ProcessGroup:
+            _groups.add(kind)
+            own = {name for each in kind.__mro__ if each not in dist.ProcessGroup.__mro__ for name in vars(each)}
+            for name in own.intersection(_METHODS):
+                setattr(kind, name, _issuing(getattr(kind, name), name, active))
+            if "_start_coalescing" in own:
+                _patch_batches(kind, active)
+        return made
+
+    c10d._new_process_group_helper = make
+
+
+def _patch_batches(kind: Any, active: Callable[[], Recording | None]) -> None:
+    before, after = kind._start_coalescing, kind._end_coalescing
 
     @functools.wraps(before)
     def start(*args: Any, **kwargs: Any) -> Any:
@@ -233,7 +260,7 @@ def _patch_batches(active: Callable[[], Recording | None]) -> None:
             _patch_wait(type(work), active)
         return work
 
-    dist.ProcessGroup._start_coalescing, dist.ProcessGroup._end_coalescing = start, end
+    kind._start_coalescing, kind._end_coalescing = start, end
 
 
 def patch_functional(module: types.ModuleType, active: Callable[[], Recording | None]) -> None:

@@ -26,15 +26,22 @@ class Counters:
     def __init__(self, folder: Path, identity: Identity) -> None:
         self._folder = folder
         self._identity = identity
-        self._since_s = time.monotonic()
+        self._since_s: float | None = None
         self._is_done = False
-        with contextlib.suppress(OSError):
-            (folder / f".profile-pid-{os.getpid()}-{identity.host}").touch()
+
+    def announce(self) -> None:
+        """This process is one of the host's ranks."""
+        if self._since_s is None:
+            self._since_s = time.monotonic()
+            with contextlib.suppress(OSError):
+                (self._folder / f".profile-pid-{os.getpid()}-{self._identity.host}").touch()
 
     def look(self) -> None:
         """Start it if it is time. Called again and again, on the writer's thread."""
         if self._is_done:
             return
+        self.announce()
+        assert self._since_s is not None
         pids = self._pids()
         if len(pids) < self._identity.here and time.monotonic() - self._since_s < _PATIENCE_S:
             return

@@ -82,14 +82,18 @@ def host() -> str:
 
 def make_room(path: Path) -> Path:
     """Move a file of an earlier life of the rank, before torchrun started it again, to ``before-1`` beside it, or ``-2``, ...
-    Each of these folders is one that `penstock profile --read` takes."""
+    Each of these folders is one that `penstock profile --read` takes. Several processes may do this at once."""
     number = 1
     while path.exists():
         there = path.parent / f"before-{number}" / path.name
-        number += 1
-        if there.exists():
-            continue
         there.parent.mkdir(exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
+        try:
+            there.touch(exist_ok=False)  # this place is ours
+        except FileExistsError:
+            number += 1
+            continue
+        try:
             path.rename(there)
+        except FileNotFoundError:  # another process was faster
+            there.unlink()
     return path

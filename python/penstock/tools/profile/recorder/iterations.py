@@ -23,9 +23,12 @@ class Iterations:
         self._others: dict[int, tuple[Callable[[], Any], int]] = {}
         """By identity: the others, and how often each has stepped since the first one did."""
         self._total = 0
+        self.steps = 0
+        """Of all optimizers."""
 
     def stepped(self, optimizer: Any) -> bool:
         """Whether this step ends the iteration."""
+        self.steps += 1
         is_first = self._first is not None and self._first() is optimizer
         if not is_first:
             # A script may go on with another optimizer. Whether the old one is gone by then says the garbage collector of

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from penstock.profiling.intervals import Piece
 from penstock.profiling.matching import canonical
 from penstock.profiling.record import Interval, Operation, Sample
+from penstock.tools.profile.recorder.device import Launches, is_on_device, ran
 
 __all__ = ["MOST_EVENTS", "Call", "Window", "sample"]
 
@@ -67,6 +69,8 @@ class Window:
     hints: Sequence[Call] = ()
     """Groups that functional collectives looked up, in order; what they launch, no method of a group shows."""
     default: Call = field(default_factory=lambda: Call("", "", 0))
+    timeline: Sequence[Piece[str]] = ()
+    """The training thread's phases."""
 
 
 @dataclass
@@ -84,6 +88,8 @@ class _Course(NamedTuple):
     ended_ns: int
     bytes: int
     element_bytes: int = 0
+    launched_ns: int = 0
+    """Of a kernel of a GPU, which was issued when it began: it holds the device until all ranks are there."""
 
 
 def sample(events: Iterable[Any], window: Window, clock: Callable[[int], int], thread: int | None) -> Sample:
@@ -98,12 +104,19 @@ def sample(events: Iterable[Any], window: Window, clock: Callable[[int], int], t
     launches: list[_Launch] = []
     functional: list[Interval] = []
     courses: list[_Course] = []
+    launched, of_device = Launches(window.timeline), []
     for event in events:
         name, start_ns = event.name(), clock(event.start_ns())
+        if is_on_device(event):
+            of_device.append((event, start_ns))
+            continue
+        launched.called(event, start_ns)
         course = _COURSE.match(name) if name[:1].islower() else None
         if course is not None:
             end_ns = start_ns + event.duration_ns()
             courses.append(_Course(canonical(course[1]), start_ns, end_ns, _bytes(event), _element(event)))
+        elif name.startswith("nccl:"):
+            launched.issued(start_ns, _bytes(event), _element(event))
         elif name.startswith("c10d::"):
             launches.append(_Launch(canonical(name[6:]), start_ns, start_ns + event.duration_ns()))
         elif start_ns < window.start_ns:
@@ -119,9 +132,21 @@ def sample(events: Iterable[Any], window: Window, clock: Callable[[int], int], t
                     threads.add(of)  # with a device, autograd has threads of its own
                 operators.add(of, start_ns, start_ns + event.duration_ns())
     window = replace(window, calls=[*window.calls, *_hinted(window, functional)])
+    found = (launched.kernel(event, start_ns, threads) for event, start_ns in of_device)
+    kernels = [each for each in found if each is not None and window.start_ns <= each.launched_ns < window.end_ns]
+    for each in kernels:
+        if each.operation:
+            size = launched.size(each.launched_ns)
+            courses.append(_Course(each.operation, each.start_ns, each.end_ns, *size, each.launched_ns))
     operations = tuple(_operations(window, launches, courses))
     dropped = max(0, len(operations) - MOST_EVENTS)
-    return Sample(window.step, operators.busy(threads), operations[:MOST_EVENTS], dropped)
+    operations = operations[:MOST_EVENTS]
+    moving = [(one.issued_ns, one.ended_ns, None) for one in operations]
+    on_device = ran(kernels, moving, window.timeline, (window.step, window.start_ns, window.end_ns))
+    if on_device is None:
+        return Sample(window.step, operators.busy(threads), operations, dropped)
+    step, worked = on_device
+    return Sample(window.step, tuple((start, end) for start, end, _ in worked), operations, dropped, step)
 
 
 class _Operators:
@@ -197,9 +222,22 @@ def _operations(window: Window, launches: list[_Launch], courses: list[_Course])
                 return call
         return None
 
+    def launching(at_ns: int) -> Call | None:
+        """The call that runs at a moment, whatever its name: NCCL sends, receives, gathers and scatters with one kernel."""
+        index = bisect.bisect_right(starts, at_ns) - 1
+        return next((call for call in reversed(calls[max(0, index - 8) : index + 1]) if at_ns <= call.end_ns), None)
+
     batches: list[tuple[int, int]] = []
     for course in sorted(courses, key=lambda course: course.issued_ns):
-        name, issued_ns, end_ns, length, element = course
+        name, issued_ns, end_ns, length, element, launched_ns = course
+        if launched_ns:
+            launcher = launching(launched_ns)
+            if launcher is None and name == "all_to_all" and any(call.is_batched for call in calls):
+                batches.append((issued_ns, end_ns))
+                continue
+            call = launcher or _unnamed(window, name, launched_ns)
+            found.append((course._replace(name=call.operation or name, bytes=length or call.bytes), call))
+            continue
         start_ns = issued_ns
         if name == "coalesced":
             batches.append((start_ns, end_ns))
@@ -226,8 +264,8 @@ def _operations(window: Window, launches: list[_Launch], courses: list[_Course])
             found.append((_Course(call.operation, call.start_ns, call.waited_ns, call.bytes), call))
     found.sort(key=lambda each: each[0].issued_ns)
     numbers: collections.Counter[tuple[str, str, int | None]] = collections.Counter()
-    for (name, issued_ns, ended_ns, length, element), call in found:
-        if window.start_ns <= issued_ns < window.end_ns:
+    for (name, issued_ns, ended_ns, length, element, launched_ns), call in found:
+        if launched_ns or window.start_ns <= issued_ns < window.end_ns:
             key = (name, call.group, call.peer)
             of = (call.ranks, call.peer, call.purpose, element)
             yield Operation(name, call.group, numbers[key], issued_ns, ended_ns, length, *of)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from penstock.profiling.record import Interval, Span, Step, Wait
 
@@ -15,22 +15,11 @@ _LEAST_FORWARD_NS = 100_000
 """Between a mark and a backward pass, if no module ran. Two backward passes in a row have some us between them."""
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """What the thread and its process have used of processors so far, in ns."""
 
     thread_ns: int = 0
     process_ns: int = 0
-
-
-@dataclass
-class _Parts:
-    """Of the step that runs."""
-
-    spans: list[Span] = field(default_factory=list)
-    waits: list[Wait] = field(default_factory=list)
-    examples: int = 0
-    left_out: int = 0
 
 
 class Marks:
@@ -48,7 +37,9 @@ class Marks:
         self.number = 0
         self.start_ns = now_ns
         self._usage = usage
-        self._parts = _Parts()
+        self._spans: list[Span] = []
+        self._waits: list[Wait] = []
+        self._examples = self._left_out = 0
         self._open: list[tuple[str, int]] = []
         self._forward: Interval | None = None
         self._evaluation: Interval | None = None
@@ -63,41 +54,49 @@ class Marks:
     # ------------------------------------------------------------------------------------------------------- spans
 
     def enter(self, phase: str, at_ns: int) -> None:
-        if phase == "backward" and self._forward is None and at_ns - self._last_ns > _LEAST_FORWARD_NS:
-            self._forward = (self._last_ns, at_ns)  # without a module, such as a compiled function
-        if phase == "backward" and self._forward is not None:
-            self._span("forward", self._forward[0], at_ns)
-            self._forward = None
-        if phase != "loading":
-            self._settle()
-        elif self._forward is not None:
-            self._settle_forward()
         if phase == "backward":
+            if self._forward is not None:
+                self._forward = (self._forward[0], at_ns)
+            elif at_ns - self._last_ns > _LEAST_FORWARD_NS:
+                self._forward = (self._last_ns, at_ns)  # without a module, such as a compiled function
+        if self._forward is not None:
+            self._settle_forward()
+        if phase != "loading" and self._evaluation is not None:
+            self._settle_evaluation()
+        if phase == "backward" and self._maybe_forward:
             for index in self._maybe_forward:
-                old = self._parts.spans[index]
-                self._parts.spans[index] = Span("forward", old.start_ns, old.end_ns)
+                old = self._spans[index]
+                self._spans[index] = Span("forward", old.start_ns, old.end_ns)
             self._maybe_forward.clear()
         self._open.append((phase, at_ns))
 
     def leave(self, phase: str, at_ns: int) -> None:
         """End the innermost span of that phase, and those within it whose ends were missed (an exception passed)."""
-        if not any(name == phase for name, _ in self._open):
+        if not self.is_in(phase):
             return
         while True:
             name, start_ns = self._open.pop()
-            if name == "loading" and self._evaluation is not None:
+            if name == "loading" and self._evaluation is not None and len(self._between) < MOST_MARKS:
                 self._between.append(Span(name, start_ns, at_ns))
             else:
                 self._span(name, start_ns, at_ns)
             if name == phase:
                 return
 
+    def forget(self, phase: str) -> None:
+        """What of that phase is open has ended, and nobody knows when."""
+        self._open = [each for each in self._open if each[0] != phase]
+
     def is_in(self, phase: str) -> bool:
-        return any(name == phase for name, _ in self._open)
+        for name, _ in self._open:  # noqa: SIM110  (a generator takes three times as long)
+            if name == phase:
+                return True
+        return False
 
     def forward(self, start_ns: int, end_ns: int) -> None:
         """The outermost call of a module, with gradients."""
-        self._settle_evaluation()
+        if self._evaluation is not None:
+            self._settle_evaluation()
         self._forward = (start_ns if self._forward is None else self._forward[0], end_ns)
 
     def evaluation(self, start_ns: int, end_ns: int, *, with_gradients: bool = False) -> None:
@@ -111,10 +110,10 @@ class Marks:
 
     def wait(self, start_ns: int, end_ns: int, operation: str = "", group: str = "") -> None:
         if self._has_room():
-            self._parts.waits.append(Wait(start_ns, end_ns, operation, group))
+            self._waits.append(Wait(start_ns, end_ns, operation, group))
 
     def loaded(self, examples: int) -> None:
-        self._parts.examples += examples
+        self._examples += examples
 
     # ------------------------------------------------------------------------------------------------------- steps
 
@@ -124,27 +123,25 @@ class Marks:
         self._maybe_forward.clear()
         for phase, start_ns in self._open:
             self._span(phase, start_ns, at_ns)
-        self._open = [(phase, at_ns) for phase, _ in self._open]
-        step = self._step(at_ns, usage)
-        left_out = self._parts.left_out
-        self._parts = _Parts()
+        # What was open when this step began, too, has ended without a word: a signal's handler raised within its mark.
+        self._open = [(phase, at_ns) for phase, start_ns in self._open if start_ns > self.start_ns]
+        step = Step(
+            self.number,
+            self.start_ns,
+            at_ns,
+            tuple(self._spans),
+            tuple(self._waits),
+            max(0, usage.thread_ns - self._usage.thread_ns),
+            max(0, usage.process_ns - self._usage.process_ns),
+            self._examples,
+        )
+        left_out = self._left_out
+        self._spans, self._waits = [], []
+        self._examples = self._left_out = 0
         self.number += 1
         self.start_ns = self._last_ns = at_ns
         self._usage = usage
         return step, left_out
-
-    def _step(self, at_ns: int, usage: Usage) -> Step:
-        parts = self._parts
-        return Step(
-            self.number,
-            self.start_ns,
-            at_ns,
-            tuple(parts.spans),
-            tuple(parts.waits),
-            max(0, usage.thread_ns - self._usage.thread_ns),
-            max(0, usage.process_ns - self._usage.process_ns),
-            parts.examples,
-        )
 
     # ----------------------------------------------------------------------------------------------------- helpers
 
@@ -160,9 +157,9 @@ class Marks:
     def _settle_evaluation(self) -> None:
         if self._evaluation is None:
             return
-        index = len(self._parts.spans)
+        index = len(self._spans)
         self._span("evaluation", *self._evaluation)
-        if self._evaluates_with_gradients and index < len(self._parts.spans):  # there was room
+        if self._evaluates_with_gradients and index < len(self._spans):  # there was room
             self._maybe_forward.append(index)
         for each in self._between:
             self._span(each.phase, each.start_ns, each.end_ns)
@@ -171,12 +168,15 @@ class Marks:
 
     def _span(self, phase: str, start_ns: int, end_ns: int) -> None:
         if self._has_room():
-            # What began in the step before has its first part there.
-            self._parts.spans.append(Span(phase, max(start_ns, self.start_ns), max(end_ns, self.start_ns)))
-            self._last_ns = max(self._last_ns, end_ns)
+            least = self.start_ns
+            if start_ns < least:  # its first part is in the step before
+                start_ns, end_ns = least, max(end_ns, least)
+            self._spans.append(Span(phase, start_ns, end_ns))
+            if end_ns > self._last_ns:
+                self._last_ns = end_ns
 
     def _has_room(self) -> bool:
-        if len(self._parts.spans) + len(self._parts.waits) < MOST_MARKS:
+        if len(self._spans) + len(self._waits) < MOST_MARKS:
             return True
-        self._parts.left_out += 1
+        self._left_out += 1
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import threading
@@ -14,20 +15,27 @@ from typing import Any
 
 import torch
 
-from penstock.profiling.record import Event, Header, Step
+from penstock.errors import Config
+from penstock.profiling.record import Event, Header, Step, read
 from penstock.tools.profile.recorder.collectives import Calls
 from penstock.tools.profile.recorder.conversion import costs
 from penstock.tools.profile.recorder.counters import Counters
 from penstock.tools.profile.recorder.identity import Identity, make_room
 from penstock.tools.profile.recorder.iterations import Iterations
 from penstock.tools.profile.recorder.marks import MOST_MARKS, Marks, Usage
+from penstock.tools.profile.recorder.optimizers import Optimizers, is_within
 from penstock.tools.profile.recorder.sampling import Sampling
 from penstock.tools.profile.recorder.writer import Writer
 
-__all__ = ["PROFILED", "Recording"]
+__all__ = ["MAYBE", "PROFILED", "Recording"]
 
 PROFILED = "PENSTOCK_PROFILED"
-"""In the environment of a rank's children: they are no ranks."""
+"""In the environment of a rank's children: its process. They are no ranks; the process itself is one again after an `exec`."""
+MAYBE = "maybe"
+"""Instead, as long as it has called modules and not trained: it may be a launcher, and its children that train are the ranks."""
+
+_UNDECIDED_S = 5.0
+"""After which the host's counters are read although nothing was trained: the script only evaluates, most likely."""
 
 _MOST_EVENTS = 100
 """Of a kind. A script may fork for each epoch and save for each step."""
@@ -40,21 +48,37 @@ class Recording:
         self.folder = folder
         self.identity = identity
         self.thread = threading.get_ident()
+        self.is_rank = False
+        """Whether it has trained, or joined others. Until then nothing is written."""
         self.phase = ""
         """What the thread did last in this step: forward, backward or optimizer."""
         self.calls = Calls()
         self.marks = Marks(time.monotonic_ns(), _usage())
         self.iterations = Iterations()
-        self.steps = 0
-        """Of all optimizers."""
-        self._optimizers: list[tuple[Any, types.FrameType]] = []
-        """That step now, each with the frame which called."""
+        self._optimizers = Optimizers()
+        self._pass: types.FrameType | None = None
+        """What called the backward pass that runs."""
+        self._is_due = False
+        """Whether the step ends where the backward pass ends: an optimizer has stepped in a hook of it."""
+        self._is_over = False
         self._events: dict[str, int] = {}
         identity.describe(torch)
         self._counters = Counters(folder, identity)
-        self.writer = Writer(self._header, self._path, self._counters.look)
+        self.writer = Writer(self._header, self._path, self._beat)
         self.sampling = Sampling(self.writer.put)
-        os.environ[PROFILED] = str(os.getpid())
+        os.environ[PROFILED] = MAYBE
+
+    def trains(self) -> None:
+        """It does, or has joined others: this is a rank."""
+        if not self.is_rank:
+            self.is_rank = True
+            os.environ[PROFILED] = str(os.getpid())
+            self._counters.announce()
+
+    def moves(self) -> None:
+        """The training goes on in this thread."""
+        self.thread = threading.get_ident()
+        self._optimizers.moved()
 
     # -------------------------------------------------------------------------------------------------------- phases
 
@@ -71,31 +95,62 @@ class Recording:
         if count <= _MOST_EVENTS:
             self.writer.put(Event(time.monotonic_ns(), kind, text[:2000]))
 
-    # ---------------------------------------------------------------------------------------------------- optimizers
+    def leaves_out(self, text: str) -> None:
+        """Say once that something is not recorded."""
+        if text not in self._events:
+            self._events[text] = 1
+            self.event("left out", text)
 
-    def optimizer_begins(self, optimizer: Any, caller: types.FrameType) -> None:
-        """Of an optimizer that another one wraps, such as Horovod's, both tell. One that raised did not tell of its end."""
-        while self._optimizers and not _is_within(caller, self._optimizers[-1][1]):
-            self._optimizers.pop()
-        self._optimizers.append((optimizer, caller))
-        if len(self._optimizers) == 1:
+    # ------------------------------------------------------------------------------------- backward passes, optimizers
+
+    def is_in_pass(self) -> bool:
+        """Whether a backward pass runs. One whose end was missed, since a signal's handler raised within its mark, does not."""
+        if not self.marks.is_in("backward"):
+            return False
+        if threading.get_ident() != self.thread or (self._pass and is_within(sys._getframe(1), self._pass)):
+            return True
+        self.marks.forget("backward")
+        return False
+
+    def backward_begins(self, caller: types.FrameType) -> None:
+        self._pass = caller
+        self.calls.comes("backward")
+        self.phase = "backward"
+        self._optimizers.pass_begins()
+        self.marks.enter("backward", time.monotonic_ns())
+
+    def backward_ends(self) -> None:
+        self._pass = None
+        now_ns = time.monotonic_ns()
+        self.marks.leave("backward", now_ns)
+        self._optimizers.pass_ends()
+        if now_ns > self.sampling.until_ns:
+            self.sampling.too_long(self.calls)
+        if self._is_due:
+            self._is_due = False
+            self._end_step()
+
+    def optimizer_begins(self, caller: types.FrameType) -> None:
+        if self._optimizers.begins(caller):
             self.phase = "optimizer"
+            if self.marks.is_in("optimizer"):  # one that raised
+                self.marks.forget("optimizer")
             self.marks.enter("optimizer", time.monotonic_ns())
 
     def optimizer_ends(self, optimizer: Any, caller: types.FrameType) -> None:
-        while self._optimizers:
-            _, frame = self._optimizers.pop()
-            if frame is caller:
-                break
-        if not self._optimizers:
+        if self._optimizers.ends(caller):
             self.marks.leave("optimizer", time.monotonic_ns())
             self.stepped(optimizer)
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped, or a GradScaler has found that it must not."""
-        self.steps += 1
-        if not self.iterations.stepped(optimizer):
-            return
+        if self.iterations.stepped(optimizer):
+            if self.is_in_pass():
+                self._is_due = True
+            else:
+                self._end_step()
+
+    def _end_step(self) -> None:
         step, left_out = self.marks.end_step(time.monotonic_ns(), _usage())
         self.phase = ""
         self._keep(step, left_out)
@@ -127,10 +182,26 @@ class Recording:
         if error is not None:
             self.event("exception", f"{type(error).__name__}: {error}")
         self.event("end")
+        self._is_over = True
+        if not self.is_rank and self._has_child():
+            self.writer.drop()
         self.writer.close()
 
-    def _header(self) -> Header:
-        return self.identity.header()
+    def _has_child(self) -> bool:
+        """Whether a rank of this number has begun since."""
+        try:
+            path = self.folder / f"rank-{self.identity.rank}.jsonl"
+            with path.open(encoding="utf-8") as file:
+                return read(path, io.StringIO(file.readline())).header.start_ns > self.identity.start_ns
+        except (OSError, ValueError, Config):
+            return False
+
+    def _beat(self) -> None:
+        if self.is_rank or time.monotonic_ns() > self.identity.start_ns + 1e9 * _UNDECIDED_S:
+            self._counters.look()
+
+    def _header(self) -> Header | None:
+        return self.identity.header() if self.is_rank or self._is_over else None
 
     def _path(self, header: Header) -> Path:
         return make_room(self.folder / f"rank-{header.rank}.jsonl")
@@ -138,11 +209,3 @@ class Recording:
 
 def _usage() -> Usage:
     return Usage(time.thread_time_ns(), time.process_time_ns())
-
-
-def _is_within(frame: types.FrameType | None, outer: types.FrameType) -> bool:
-    while frame is not None:
-        if frame is outer:
-            return True
-        frame = frame.f_back
-    return False

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
+from penstock.profiling.phases import phases
 from penstock.profiling.record import Event, Sample, Step
 from penstock.tools.profile.recorder.collectives import Calls
-from penstock.tools.profile.recorder.kineto import Window, sample
+from penstock.tools.profile.recorder.errors import is_of_script
+from penstock.tools.profile.recorder.kineto import Call, Window, sample
 from penstock.tools.profile.recorder.reductions import reductions
 from penstock.tools.profile.recorder.settling import InFlight, settled
 
@@ -61,6 +63,7 @@ class Sampling:
     def __init__(self, put: Callable[[Sample | Event], None]) -> None:
         self._put = put
         self.distance = 2 * EARLY[-1]
+        self._told = 0
         self._profile: Any = None
         self._target = self._wanted = 0
         """The step at whose end the profiler is to stop, and the one that is the sample."""
@@ -105,6 +108,9 @@ class Sampling:
                 self._stop(step, calls)
         except Exception as error:
             self.abandon(calls)
+            self._is_plain = False
+            if is_of_script(error):
+                raise
             self._is_off = True
             self._say(
                 "profiler", f"torch's profiler failed, so there are no more samples: {type(error).__name__}: {error}"
@@ -139,6 +145,7 @@ class Sampling:
     def give_up(self, why: str, calls: Calls) -> None:
         self.abandon(calls)
         self._is_plain = False
+        self.distance = min(2 * self.distance, 1 << 40)  # it has cost something, and brought nothing
         self._say("profiler", why)
 
     def too_long(self, calls: Calls) -> None:
@@ -161,7 +168,10 @@ class Sampling:
             self.yields()
             return
         began_ns = time.monotonic_ns()
-        own = profiler.profile(use_kineto=True, record_shapes=target != _PROBE and not self._has_many)
+        # To ask for CUDA must not start it. What stops the profiler waits for the device first.
+        device = "cuda" if torch.cuda.is_initialized() else None
+        shapes = target != _PROBE and not self._has_many
+        own = profiler.profile(use_kineto=True, record_shapes=shapes, use_device=device)
         _own.add(own)
         own.__enter__()
         self._profile, self._target, self._wanted = own, target, target
@@ -182,9 +192,22 @@ class Sampling:
             return
         log, hints = calls.stop()
         own = self._ended(calls)
-        if step.number != self._wanted:
-            self._is_plain = False
-            return
+        if step.number == self._wanted:
+            self._read(own, step, calls, log, hints, ended)
+        self._cost += time.monotonic_ns() - began_ns
+        self._costs.append(self._cost)
+        self._is_plain = False  # the next step holds what this took
+        self.distance = _distance(self._costs, self._plain)
+        if step.number >= EARLY[-1] and self.distance != self._told and self._plain:
+            self._told = self.distance
+            cost, usual = statistics.median(self._costs), statistics.median(self._plain)
+            text = f"every {self.distance} steps from here on: a sample costs {cost / 1e6:.1f} ms, a step takes {usual / 1e6:.1f}"
+            self._put(Event(time.monotonic_ns(), "samples", text))
+
+    def _read(
+        self, own: Any, step: Step, calls: Calls, log: list[Call], hints: list[Call], ended: Sequence[tuple[int, int]]
+    ) -> None:
+        """Write down what the profiler saw."""
         events = own.kineto_results.events()
         times, thread = _times(events)
         clock = _clock(times, self._began, ended)
@@ -195,12 +218,8 @@ class Sampling:
             backward = [(span.start_ns, span.end_ns) for span in step.spans if span.phase == "backward"]
             log += reductions(step.start_ns, calls.label)
             known = calls.reducers(), hints, calls.default()
-            window = Window(step.number, step.start_ns, step.end_ns, log, backward, *known)
+            window = Window(step.number, step.start_ns, step.end_ns, log, backward, *known, phases(step))
             self._put(sample(events, window, clock, thread))
-        self._cost += time.monotonic_ns() - began_ns
-        self._costs.append(self._cost)
-        self._is_plain = False  # the next step holds what this took
-        self.distance = _distance(self._costs, self._plain)
 
     def _ended(self, calls: Calls) -> Any:
         """The profiler that ran, whose operations have ended."""

@@ -63,8 +63,13 @@ def _chain() -> None:
         spec.loader.exec_module(module)
 
 
-# A rank's children are no ranks: they have the mark that it leaves when it begins to record.
-if "PENSTOCK_PROFILE" in os.environ and "PENSTOCK_PROFILED" not in os.environ:
+def _is_of_rank() -> bool:
+    """Whether a rank has started this process: it leaves its number when it trains. After an `exec` it is the rank itself."""
+    rank = os.environ.get("PENSTOCK_PROFILED", "")
+    return rank.isdigit() and int(rank) != os.getpid()
+
+
+if "PENSTOCK_PROFILE" in os.environ and not _is_of_rank():
     _mark("python")
     if "torch" in sys.modules:
         _start()
