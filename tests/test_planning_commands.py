@@ -153,6 +153,9 @@ def test_bench_plan_in_small(tmp_path: pathlib.Path) -> None:
         "proven best 2.667",
     ):
         assert line in re.sub(r" +", " ", said.output), said.output
+    # Section 5.2: rates of LBMM as in the paper, which the unit was taken from, and the proven best of figure 1 in that unit.
+    (sent,) = re.findall(r"^ 6 +([\d.]+) .* ([\d.]+) *$", said.output, re.M)
+    assert sent == (f"{11.55 * 8 / 3:.1f}", "15.4"), said.output
     rows = [plans.Row(**row) for row in json.loads(path.read_text())["runs"]]
     networks = {(row.uneven, row.workers, row.servers, row.seed) for row in rows}
     assert len(networks) == 2 and len(rows) == len(networks) * len(plans.WAYS)

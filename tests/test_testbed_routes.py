@@ -185,7 +185,7 @@ def test_plans_run_on_a_testbed(tmp_path: pathlib.Path) -> None:
     assert said.exit_code == 0, said.output
     runs = [carried.Ran(**run) for run in json.loads(path.read_text())["runs"]]
     assert [(run.instance, run.way) for run in runs] == [
-        (name, way) for name, (_, other) in carried.INSTANCES.items() for way in (carried.PLANNED, other)
+        (name, way) for name, (_, others) in carried.INSTANCES.items() for way in (carried.PLANNED, *others)
     ]
     planned = {run.instance: run for run in runs if run.way == carried.PLANNED}
     assert [round(run.planned_bit_s / 1e6) for run in planned.values()] == [50, 48]

@@ -78,7 +78,8 @@ impl<B> Group<B> {
     ) {
         let known = self.channels.get(&channel).filter(|known| known.is_open);
         if let Some(failure) = self.failed.as_ref().or_else(|| known?.failed.as_ref()) {
-            return host.refused(body, failure.clone());
+            let message = format!("{} was not begun: {}", call.fingerprint.describe(), failure.message);
+            return host.refused(body, Failure { message, ..failure.clone() });
         }
         if known.is_none() {
             let message = format!("channel {} of group {} was closed.", channel.0, self.name);
