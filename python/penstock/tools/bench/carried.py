@@ -155,7 +155,8 @@ def _run(
 
     def obey(order: dict[str, Any]) -> None:
         if order["order"] == "begin":
-            carry.carry(bed, job, scheme)
+            if bed.topology.is_routed:
+                carry.carry(bed, job, scheme)
         looks.append(bed.links())
 
     orders = Orders(state, obey, daemons)
