@@ -229,7 +229,7 @@ RUN_BY = {
         "penstock plan watch deployment.yaml --name lab -o next.yaml",
     ],
     "test_planning_commands.py::test_all_jobs": ["penstock plan cluster.yaml --all-jobs joint -o plans"],
-    "test_planning_commands.py::test_at_least": ["penstock plan cluster.yaml --at-least '300 Mbit/s'"],
+    "test_planning_commands.py::test_at_least": ["penstock plan cluster.yaml --at-least '600 Mbit/s'"],
     "test_planning_commands.py::test_explain": [
         "penstock plan explain deployment.yaml",
         "penstock plan explain deployment.yaml --report plan.html",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.planning.problem import Problem
-from penstock.planning.solve import Solved, best_rates
+from penstock.planning.solve import Solved, best_rates, worth_writing
 from penstock.planning.tree import Tree
 
 __all__ = ["exact"]
@@ -116,5 +116,5 @@ def exact(problem: Problem, seconds: float = 60.0) -> tuple[Solved, bool]:
             v, route = chosen(ways)
             tree.put(c, v, route, 1)
         trees.append(tree)
-    best = best_rates(problem, trees)
+    best = worth_writing(problem, trees, best_rates(problem, trees))
     return Solved(best.rate, best.rates, trees, found.status != 0), found.status == 0

@@ -154,9 +154,8 @@ def _run(
     looks: list[list[LinkTraffic]] = []
 
     def obey(order: dict[str, Any]) -> None:
-        if order["order"] == "begin":
-            if bed.topology.is_routed:
-                carry.carry(bed, job, scheme)
+        if order["order"] == "begin" and bed.topology.is_routed:
+            carry.carry(bed, job, scheme)
         looks.append(bed.links())
 
     orders = Orders(state, obey, daemons)

@@ -336,7 +336,6 @@ def _times() -> list[dict[str, Any]]:
     """Processor seconds of the largest problems: the bars of a plan for 54 hosts, a change of plans, and 4,096 workers."""
     import numpy as np
 
-    from penstock.planning.bound import bound_of_all
     from penstock.planning.problem import Problem
     from penstock.planning.relax import relax
     from penstock.planning.replan import Gone, State, decide
@@ -395,7 +394,7 @@ def _times() -> list[dict[str, Any]]:
         made = plan(cluster, cluster.jobs[0], seed=0, seconds=16)
         first = made.rows[0]
         return (
-            f"{first.rate_bit_s / 1e9:.4f} Gbit/s, {first.of_bound or math.nan:.0%} of the bound, levels {made.levels}"
+            f"{made.rate_bit_s / 1e9:.4f} Gbit/s, {first.of_bound or math.nan:.0%} of the bound, levels {made.levels}"
         )
 
     gigabit = 1_000_000_000
@@ -407,7 +406,6 @@ def _times() -> list[dict[str, Any]]:
     took("4,096 workers on 128 leaves, 8 spines, 4 servers", "< 30 s", lambda: large(leaves))
     cube = generate.racks(48, 48, servers=48, rate_bit_s=gigabit)
     took("48 servers x 48 racks x 48 aggregators", "shown", lambda: large(cube))
-    assert bound_of_all(problem, relax(problem)) > 0
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,12 @@ class Explained:
     worth: Evaluation
     bound: float | None
 
+    @property
+    def not_counted(self) -> str:
+        """Other jobs of the file, as a sentence: a deployment says nothing of them."""
+        others = [job.name for job in self.cluster.jobs if job.name != self.job.name]
+        return f"Alone: what {', '.join(others)} may send is not counted." if others else ""
+
 
 def is_deployment(text: str, name: str) -> bool:
     """Whether a file says what a deployment does, rather than a cluster."""
@@ -53,8 +60,10 @@ def of_plan(cluster: Cluster, made: Plan) -> Explained:
     return Explained(cluster, made.job, made.scheme, evaluate(cluster, made.job, made.scheme), made.bound)
 
 
-def of_deployment(text: str, path: str, *, seconds: float, levels: int | None) -> Explained:
-    """What a deployment of version 2 loads.
+def of_deployment(
+    text: str, path: str, *, seconds: float, levels: int | None, gradient_bytes: int | None = None
+) -> Explained:
+    """What a deployment of version 2 loads. ``gradient_bytes``: what a worker sends in a step, in place of the file's.
 
     Raises:
         penstock.errors.Config: it is none, its cluster has no network, or it has no job.
@@ -67,6 +76,8 @@ def of_deployment(text: str, path: str, *, seconds: float, levels: int | None) -
     parsed = deployments.parse(text, path, os.path.dirname(path))
     cluster = file.load(deployments.cluster_path(text, path))
     job = deployments.job_in(cluster, text, path)
+    if gradient_bytes is not None:
+        job = dataclasses.replace(job, gradient_bytes=gradient_bytes)
     if not cluster.links:
         raise cluster.wrong("links", "are needed: without them nothing is known of the network")
     scheme = scheme_in(cluster, job, parsed)
@@ -80,6 +91,8 @@ def describe(found: Explained) -> str:
     """The text."""
     worth = found.worth
     lines = [f"{rate_text(worth.rate)} a worker{_of_bound(found)}. Full: {_full(worth)}."]
+    if found.not_counted:
+        lines.append(found.not_counted)
     if found.job.gradient_bytes is not None and worth.loads:
         lines.append(f"A step's gradients take {8 * found.job.gradient_bytes / worth.rate:.3g} s on their way.")
     for server, part in found.scheme.fractions.items():
@@ -173,7 +186,8 @@ def page(found: Explained, path: str) -> Page:
             "A line's width is what it carries, gradients up and sums down; red is full. Workers of a switch are one point.",
         ),
         next=Next("See what each worker does on its way.", f"penstock plan explain {path}"),
-        setting=f"Job {found.job.name}: {len(found.job.workers)} ranks, {len(found.scheme.fractions)} servers. Computed.",
+        setting=f"Job {found.job.name}: {len(found.job.workers)} ranks, {len(found.scheme.fractions)} servers. Computed. "
+        + found.not_counted,
         cards=[
             Card(rate_text(worth.rate), "a worker", "at best"),
             *bound,
