@@ -219,8 +219,9 @@ RUN_BY = {
         "penstock plan cluster.yaml",
         "penstock plan cluster.yaml -o deployment.yaml",
     ],
-    "test_links.py::test_a_testbeds_links_are_measured_and_planned": [
-        "torchrun --nnodes 3 --nproc-per-node 1 --rdzv-endpoint h0:29400 -m penstock doctor --links -o cluster.yaml --server 2",
+    "test_links.py::test_the_command_of_the_page": [
+        "torchrun --nnodes 3 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint h0:29400"
+        " -m penstock doctor --links -o cluster.yaml --server 2",
     ],
     "test_planning_watch.py::test_events_from_standard_input": [
         "penstock plan watch deployment.yaml -o next.yaml",

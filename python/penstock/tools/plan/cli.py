@@ -243,8 +243,10 @@ def watch(
         job, scheme = carry.scheme_of_file(cluster, path)
         kept = watched.Plan(cluster, job, scheme, Patience(gain / 100, patience), output, cluster_path)
         if name is None:
-            for event in watched.events_of(iter(sys.stdin.readline, "")):
-                click.echo(_told(kept.take(event), output))
+            for number, line in enumerate(iter(sys.stdin.readline, ""), start=1):
+                if line.strip():
+                    with _going_on():
+                        click.echo(_told(kept.take(watched.event_of(line, number)), output))
             return
         try:
             bed = stack.enter_context(Testbed.attach(name))
@@ -254,14 +256,24 @@ def watch(
             for _ in itertools.count() if looks is None else range(looks):
                 time.sleep(every)
                 for event in meter.events(kept.state.scheme):
-                    decision = kept.take(event)
-                    if decision.is_changed and bed.topology.is_routed:
-                        carry.carry(bed, job, decision.scheme)
-                    click.echo(_told(decision, output))
+                    with _going_on():
+                        decision = kept.take(event)
+                        if decision.is_changed and bed.topology.is_routed:
+                            carry.carry(bed, job, decision.scheme)
+                        click.echo(_told(decision, output))
         except (LookupError, PermissionError) as error:
             raise click.ClickException(str(error)) from None
         except KeyboardInterrupt:
             click.echo("ended: the routes that were set last hold", err=True)
+
+
+@contextmanager
+def _going_on() -> Iterator[None]:
+    """Says what is wrong with an event; the old scheme holds, and the next event may be right."""
+    try:
+        yield
+    except ConfigError as error:
+        click.echo(f"nothing changes: {error}", err=True)
 
 
 def _told(decision: Decision, output: str | None) -> str:
