@@ -113,6 +113,8 @@ RUN_HERE = {
     "penstock convert train.py -o train_dist.py",
     "penstock tune --show",
     "penstock tune --clear",
+    "penstock testbed write fat-tree.yaml --fat-tree 6 --servers 4 --rate 20",
+    "penstock testbed write rails.yaml --rails 8 --hosts 16 --servers 4 --rate 100000",
 }
 # Commands that run here with other options behind, which make less of them.
 FEW_BYTES = "--rounds 1 --turn 0.01 --limit-flows 2 --sizes 64K"
