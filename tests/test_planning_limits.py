@@ -18,6 +18,7 @@ from penstock.cli import main
 from penstock.cluster import deployment as deployments
 from penstock.cluster import file, generate
 from penstock.cluster.network import Cluster, Job
+from penstock.errors import Config
 from penstock.planning import relax as relaxing
 from penstock.planning import solver
 from penstock.planning.bound import bound_of_all
@@ -107,6 +108,20 @@ def test_options_that_make_no_sense_for_all_jobs(
     assert said.exit_code == 2 and words in said.output.replace("\n", " "), said.output
 
 
+def test_a_job_that_nothing_limits_is_told(tmp_path: pathlib.Path) -> None:
+    """Beside one that has limits."""
+    at = dict.fromkeys(("h0", "h1", "h2", "h3", "s0"), "r0")
+    cluster = cluster_of(at, {"h0": 10}, aggregators={}, servers={"s0": None}, workers=["h0", "h1"])
+    jobs = (Job(name="one", workers=("h0", "h1")), Job(name="other", workers=("h2", "h3")))
+    path = tmp_path / "cluster.yaml"
+    path.write_text(file.dump(dataclasses.replace(cluster, jobs=jobs)))
+    for way in ("joint", "in-turn"):
+        said = run("plan", path, "--all-jobs", way, "--seconds", "0.5")
+        assert said.exit_code == 1 and re.search("Error: nothing limits a way that .*other can take", said.output), (
+            said.output
+        )
+
+
 def test_a_deployment_goes_into_a_file(tmp_path: pathlib.Path) -> None:
     """A folder is none."""
     (tmp_path / "cluster.yaml").write_text(file.dump(four_workers()))
@@ -154,6 +169,15 @@ def test_what_stands_against_a_rate_is_told_in_time() -> None:
     # All that is named together is enough.
     assert not found.limits or relax(problem).bound < 15 * MBIT
     assert conflict(problem, 15 * MBIT, seconds=0.0).limits == []
+
+
+def test_progress_is_told_after_two_seconds() -> None:
+    """Also where the first program takes long."""
+    cluster = fat_tree(50, 4, True, 0)
+    told: list[str] = []
+    with pytest.raises(Config, match=r"no plan reaches 15 Mbit/s a worker"):
+        planned.plan(cluster, cluster.jobs[0], seed=0, seconds=6, at_least=15 * MBIT, progress=told.append)
+    assert told and told[0].startswith("looking for what stands against it"), told
 
 
 def test_out_of_time_is_told(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,12 @@ class Problem:
             f"level{'s' if self.levels > 1 else ''} of aggregators; the file needs more aggregators"
         )
 
+    def unlimited(self) -> ConfigError:
+        names = " or ".join(job.name for job in self.jobs)
+        return ConfigError(
+            f"nothing limits a way that {names} can take: give its links a rate, or its server an ingress"
+        )
+
     def class_prices(self, s: int, prices: np.ndarray) -> np.ndarray:
         """By class and way: what a unit of rate of one worker costs on the cheapest route; infinite where it is no candidate."""
         padded = np.append(prices, 0.0)

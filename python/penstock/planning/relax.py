@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import Config as ConfigError
 from penstock.extras import installed
 from penstock.planning.problem import Problem
 from penstock.planning.solver import linear
@@ -233,9 +232,7 @@ def relax(problem: Problem, *, fractions: np.ndarray | None = None, seconds: flo
     if found is None:
         return _unsolved(problem)
     if found.status == _UNBOUNDED:
-        raise ConfigError(
-            f"nothing limits a way that {problem.jobs[0].name} can take: give its links a rate, or its server an ingress"
-        )
+        raise problem.unlimited()
     if not found.success:
         raise RuntimeError(f"the relaxed problem has a solution, all zeros, and HiGHS says: {found.message}")
     x = found.x.clip(0) * problem.scale

@@ -108,9 +108,16 @@ def improved(
 
 
 def best_rates(problem: Problem, trees: Sequence[Tree], fractions: np.ndarray | None = None) -> Split:
-    """The best rates for these ways."""
+    """The best rates for these ways.
+
+    Raises:
+        penstock.errors.Config: nothing limits a rate.
+    """
     loads = np.array([tree.loads for tree in trees])
-    return split(loads, problem.room, problem.job_of, problem.most, fractions)
+    try:
+        return split(loads, problem.room, problem.job_of, problem.most, fractions)
+    except OverflowError:
+        raise problem.unlimited() from None
 
 
 def worth_writing(problem: Problem, trees: Sequence[Tree], found: Split) -> Split:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -223,15 +224,28 @@ def _against(problem: Problem, rate: float, seconds: float, progress: Callable[[
 
     if not installed("scipy"):
         return "; which limits stand against it only a solver tells: pip install 'penstock[tune]'"
-    told_at = time.monotonic() + _SILENT_S - _EVERY_S
+    left: list[int] = []
+    told_at = time.monotonic() + _SILENT_S
+
+    def tell() -> None:
+        many = f": {left[-1]} limits are left" if left else ""
+        progress(f"looking for what stands against it{many}, up to {seconds:g} s ...")
 
     def told(many: int) -> None:
         nonlocal told_at
+        left.append(many)
         if time.monotonic() > told_at + _EVERY_S:
             told_at = time.monotonic()
-            progress(f"looking for what stands against it: {many} limits are left, up to {seconds:g} s ...")
+            tell()
 
-    found = conflict(problem, rate, seconds=seconds, progress=told)
+    # The first program alone may take long.
+    first = threading.Timer(_SILENT_S, tell)
+    first.daemon = True
+    first.start()
+    try:
+        found = conflict(problem, rate, seconds=seconds, progress=told)
+    finally:
+        first.cancel()
     if not found.limits:
         return "" if found.is_smallest else f"; {seconds:g} s were too few to see what stands against it: --seconds"
     shown = "; ".join(found.limits[:_SHOWN])
