@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import re
 import sys
@@ -25,6 +27,7 @@ from penstock.planning.bound import bound_of_all
 from penstock.planning.conflict import conflict
 from penstock.planning.deploy import scheme_in
 from penstock.planning.evaluate import evaluate, evaluate_all
+from penstock.planning.exact import exact
 from penstock.planning.problem import Problem
 from penstock.planning.relax import relax
 from penstock.planning.several import in_turn, joint
@@ -191,6 +194,8 @@ def test_out_of_time_is_told(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
     assert "The linear program did not end in time. So the bound is from prices that know no plan" in said.output
     assert re.search(r"^InArt: one random rounding +- +not computed: it needs the linear program$", said.output, re.M)
     assert ", from prices: the linear program was not solved\n" in (tmp_path / "deployment.yaml").read_text()
+    said = run("plan", "explain", path, "--seconds", "0.5")
+    assert said.exit_code == 0 and "The linear program did not end in time" in said.output, said.output
     said = run("plan", path, "--seconds", "0.5", "--at-least", "1 Gbit/s")
     assert said.exit_code == 1 and "0.5 s were too few to see what stands against it" in said.output, said.output
 
@@ -228,6 +233,24 @@ def test_a_small_plan_is_proven(tmp_path: pathlib.Path) -> None:
     assert not planned.is_provable(Problem(large, large.jobs[0]))
     said = run("plan", path, "--seconds", "20", "--at-least", "450 Mbit/s")
     assert said.exit_code == 1 and "below 450 Mbit/s, and is proven best; full is" in said.output, said.output
+
+
+def test_the_solver_says_nothing_of_its_own(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS writes a debugger's line to the standard output now and then; a command's output is its own."""
+    import scipy.optimize
+
+    milp = scipy.optimize.milp
+
+    def saying(*arguments: Any, **named: Any) -> Any:
+        ctypes.CDLL(None).puts(b"HighsMipSolverData")
+        os.write(1, b"tmpSolver.run()")
+        return milp(*arguments, **named)
+
+    monkeypatch.setattr(scipy.optimize, "milp", saying)
+    cluster = four_workers()
+    best, is_proven = exact(Problem(cluster, cluster.jobs[0]))
+    print("after")
+    assert is_proven and best.rate > 0 and capfd.readouterr().out == "after\n"
 
 
 # ---------------------------------------------------------------------------------------------------------------- bad input

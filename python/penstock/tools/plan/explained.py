@@ -14,7 +14,7 @@ from penstock.cluster.routes import other
 from penstock.planning.evaluate import Evaluation, Load, evaluate
 from penstock.planning.scheme import Scheme
 from penstock.reports import Card, Column, Edge, Line, Network, Next, Node, Page, Picture, Section, Table
-from penstock.tools.plan.planned import Plan, candidates_for, rate_text
+from penstock.tools.plan.planned import Plan, candidates_for, not_relaxed, rate_text
 
 __all__ = ["Explained", "describe", "is_deployment", "network", "of_deployment", "of_plan", "page"]
 
@@ -28,6 +28,8 @@ class Explained:
     scheme: Scheme
     worth: Evaluation
     bound: float | None
+    is_relaxed: bool = True
+    """Whether the linear program was solved: else the bound is from prices that know no plan."""
 
     @property
     def not_counted(self) -> str:
@@ -57,7 +59,9 @@ def is_deployment(text: str, name: str) -> bool:
 
 
 def of_plan(cluster: Cluster, made: Plan) -> Explained:
-    return Explained(cluster, made.job, made.scheme, evaluate(cluster, made.job, made.scheme), made.bound)
+    return Explained(
+        cluster, made.job, made.scheme, evaluate(cluster, made.job, made.scheme), made.bound, made.is_relaxed
+    )
 
 
 def of_deployment(
@@ -83,14 +87,16 @@ def of_deployment(
     scheme = scheme_in(cluster, job, parsed)
     wanted = levels or (2 if any(scheme.above.values()) else None)
     problem = Problem(cluster, job, levels=wanted, candidates=candidates_for(cluster, job))
-    bound = bound_of_all(problem, relax(problem, seconds=seconds))
-    return Explained(cluster, job, scheme, evaluate(cluster, job, scheme), bound)
+    relaxed = relax(problem, seconds=seconds)
+    bound = bound_of_all(problem, relaxed)
+    return Explained(cluster, job, scheme, evaluate(cluster, job, scheme), bound, relaxed.is_solved)
 
 
 def describe(found: Explained) -> str:
     """The text."""
     worth = found.worth
     lines = [f"{rate_text(worth.rate)} a worker{_of_bound(found)}. Full: {_full(worth)}."]
+    lines += [] if found.is_relaxed else [not_relaxed()]
     if found.not_counted:
         lines.append(found.not_counted)
     if found.job.gradient_bytes is not None and worth.loads:

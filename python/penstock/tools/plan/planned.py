@@ -27,6 +27,7 @@ __all__ = [
     "describe",
     "describe_jobs",
     "is_provable",
+    "not_relaxed",
     "plan",
     "plan_jobs",
     "rate_text",
@@ -310,7 +311,7 @@ def describe(made: Plan) -> str:
         lines.append(f"Proven best: no plan with {levels} of aggregators is faster.")
     elif made.is_out_of_time:
         lines.append("The time ended the search; with more --seconds it may find a better plan.")
-    lines += _not_relaxed([made])
+    lines += [] if made.is_relaxed else [not_relaxed()]
     if made.job.gradient_bytes is not None and math.isfinite(rate) and rate > 0:
         took = 8 * made.job.gradient_bytes / rate
         lines.append(f"A step's gradients take {took:.3g} s on their way, if nothing else waits.")
@@ -325,14 +326,14 @@ def describe_jobs(plans: Sequence[Plan]) -> str:
     lines = [f"All at once: {slowest.job.name} is the slowest with {rate_text(slowest.rate_bit_s)} a worker."]
     if any(each.is_out_of_time for each in plans):
         lines.append("The time ended the search; with more --seconds it may find better plans.")
-    return "\n".join([*lines, *_not_relaxed(plans), "", *_table(rows)])
+    lines += [] if all(each.is_relaxed for each in plans) else [not_relaxed()]
+    return "\n".join([*lines, "", *_table(rows)])
 
 
-def _not_relaxed(plans: Sequence[Plan]) -> list[str]:
-    if all(each.is_relaxed for each in plans):
-        return []
+def not_relaxed() -> str:
+    """What is to be said where the linear program was not solved."""
     why = "did not end in time" if installed("scipy") else "needs a solver: pip install 'penstock[tune]'"
-    return [f"The linear program {why}. So the bound is from prices that know no plan, and may be far off."]
+    return f"The linear program {why}. So the bound is from prices that know no plan, and may be far off."
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
