@@ -420,6 +420,20 @@ def test_options_are_those_of_the_table(role: str) -> None:
             assert f"Invalid value for '--{name}': {refused.value}" in result.output
 
 
+@pytest.mark.parametrize("role", ["aggregator", "server"])
+def test_defaults_are_left_to_the_daemon(role: str) -> None:
+    """It gets what was given and nothing else: a --memory of 2G that nobody gave would be refused on a machine with less."""
+    verb = cli.main.get_command(click.Context(cli.main), role)
+    assert verb is not None
+    arguments = ["--listen", "127.0.0.1", "--no-offloads", "--memory", "2G"]
+    for few, said in (
+        (arguments[:2], {"listen": "127.0.0.1"}),
+        (arguments, {"listen": "127.0.0.1", "no-offloads": "", "memory": "2G"}),
+    ):
+        with verb.make_context(role, list(few)) as context:
+            assert daemons._said(role, context.params) == said
+
+
 def test_a_taken_port_is_said() -> None:
     """By protocol and number."""
     with udp() as taken:

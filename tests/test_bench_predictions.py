@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.tools.bench import predictions
+from penstock.tools.bench.launcher import BenchError
 from penstock.tools.bench.predictions import CHANGES, Outcome, drawn
 from penstock.tools.testbed.system import unavailable
 
@@ -17,6 +18,7 @@ def test_pairs_are_drawn_from_their_seed() -> None:
     pairs = [drawn(seed) for seed in range(60)]
     assert pairs == [drawn(seed) for seed in range(60)]
     assert [pair.change for pair in pairs[:4]] == list(CHANGES) and len(set(pairs)) == 60
+    assert min(pair.flow_mbit for pair in pairs if pair.flow_mbit) >= 25
     assert all((pair.flow_mbit > 0) == (pair.backend == "gloo" and pair.change == "penstock") for pair in pairs)
 
 
@@ -28,6 +30,22 @@ def test_the_table_counts_misses() -> None:
     twice, everything = predictions.table(outcomes).lines
     assert twice.cells == ["twice the link", "4", "3.0%", "20.0%", "20.0%", "2 of 4"]
     assert everything.cells == ["all", *twice.cells[1:]]
+
+
+def test_a_pair_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told, and ends the command with an error only once the others' table is there."""
+
+    def measure(pair: predictions.Pair, **_: object) -> Outcome:
+        if pair.seed == 1:
+            raise BenchError("the training of pair 1 ended with status 124")
+        return Outcome(pair, 200.0, 103.0, 0.03, 100.0)
+
+    monkeypatch.setattr(predictions, "measure", measure)
+    done = CliRunner().invoke(predictions.command, ["--pairs", "3"])
+    assert done.exit_code == 1
+    assert "1: float16: the training of pair 1 ended with status 124" in done.output
+    assert "2: larger buckets" in done.output and "Predicted beside measured" in done.output
+    assert "1 of 3 pairs failed" in done.output
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"no emulated hosts here: {unavailable()}")

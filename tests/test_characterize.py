@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
+from characterized import CELL, as_in_the_paper, outcome
 from penstock.errors import Config
 from penstock.profiling.breakdown import Breakdown, Moving, Share
 from penstock.profiling.record import Header, Readings, Record, Step
-from penstock.tools.characterize import cli, findings, matrix, results, running, tables
+from penstock.reports import Bars, Lines, Picture
+from penstock.tools.characterize import cli, figures, findings, matrix, means, memory, report, results, running, tables
+from penstock.tools.characterize.findings import ABSENT, AGREES, DIFFERS, NOISE
 from penstock.tools.characterize.matrix import Cell
 from penstock.tools.characterize.results import Outcome
 from penstock.workloads.transformer.shapes import MODELS
 
-CELL = Cell("gpt2-tiny", "data", 2, 8, 0, "tcp-4", 100.0, 0.0, "strong", 0)
 SECOND = 1_000_000_000
 
 
@@ -115,28 +124,59 @@ def test_the_largest_batch_is_found_by_bisection(unit: int, limit: int) -> None:
         tried.append(batch)
         return batch <= limit
 
-    assert running.largest(fits, unit, 512) == min(limit, 512) // unit * unit
+    assert memory.largest(fits, unit, 512) == min(limit, 512) // unit * unit
     assert len(tried) <= 22 and all(batch % unit == 0 and batch <= 512 for batch in tried)
 
 
-def outcome(cell: Cell = CELL, repeat: int = 0, **changes: object) -> Outcome:
-    usual = Outcome(
-        cell,
-        repeat,
-        100.0,
-        {"forward": 20.0, "backward": 30.0, "optimizer": 10.0},
-        {"data-parallel sync": 40.0},
-        {"data-parallel sync": 10.0},
-        {},
-        1e6,
-        60.0,
-        90.0,
+@pytest.mark.parametrize("limit", [4, 37, 300])
+def test_a_search_for_the_largest_batch_goes_on_where_it_stopped(limit: int, tmp_path: Path) -> None:
+    """What was tried is not tried again, by another command either; for another kind of cell or other memory it is. What came to
+    its end is known as a limit, and a search that did not is none."""
+    tried: list[int] = []
+
+    def fits(cell: Cell) -> bool:
+        tried.append(cell.batch)
+        if len(tried) == stop:
+            raise KeyboardInterrupt
+        return cell.batch <= limit
+
+    stop = 2
+    with pytest.raises(KeyboardInterrupt):
+        memory.Tries(tmp_path).largest(CELL, 512, fits)
+    assert not memory.Tries(tmp_path).limits()
+    stop = 0
+    assert memory.Tries(tmp_path).largest(CELL, 512, fits) == limit // 2 * 2
+    assert sorted(tried) == sorted([*set(tried), tried[1]]), (
+        "the try that was interrupted is made anew, and none but that"
     )
-    return replace(usual, **changes)  # type: ignore[arg-type]
+    before = list(tried)
+    assert memory.Tries(tmp_path).largest(replace(CELL, transport="gloo", link_mbit=0.0), 512, fits) == limit // 2 * 2
+    assert tried == before
+    assert memory.Tries(tmp_path).limits() == {memory.kind_of(CELL): memory.Limit(limit // 2 * 2, 512)}
+    memory.Tries(tmp_path).largest(CELL, 1024, fits)
+    assert len(tried) == 2 * len(set(tried)) + 1 and memory.Tries(tmp_path).limits()[memory.kind_of(CELL)].mib == 1024
+    path = tmp_path / "memory.jsonl"
+    path.write_text(path.read_text() + '{"kind": 3}\n[]\n{"kind": {"model": "g')
+    assert memory.Tries(tmp_path).limits(), "lines without sense are left out"
+    path.write_text("{}\n")
+    with pytest.raises(Config, match="remove it, and the largest batches are looked for again"):
+        memory.Tries(tmp_path)
 
 
-def test_what_a_link_received() -> None:
-    """Mean over steps without the first two, and the highest rate, of the busiest interface but the loopback; mean over hosts."""
+def test_a_search_is_made_once(tmp_path: Path) -> None:
+    """For real, under a limit below what torch itself takes; a second command looks for nothing."""
+    path = written(tmp_path, "{models: gpt2-tiny, batches: 4, transports: gloo, steps: 4, repeats: 1}")
+    command = [sys.executable, "-m", "penstock", "characterize", str(path), "--memory", "64"]
+    first, second = (subprocess.run(command, capture_output=True, text=True, check=False) for _ in range(2))
+    assert first.returncode == 0 == second.returncode, first.stderr + second.stderr
+    assert "does a batch of 2 fit?" in first.stderr and "not even one sequence a rank fits" in first.stderr
+    assert "does a batch" not in second.stderr and "not even one sequence a rank fits" in second.stderr
+    assert "1 of 1 runs are in" in second.stderr
+
+
+def test_what_a_link_carried() -> None:
+    """Mean over steps without the first two, the highest rate, and what was sent, of the busiest interface but the loopback;
+    means over hosts."""
     records = []
     for host, rate in (("a", 1e6), ("b", 3e6)):
         record = Record(Header(len(records), 2, host, 1, 0, 0))
@@ -144,24 +184,27 @@ def test_what_a_link_received() -> None:
         for at in range(61):
             # In the warm-up four times as much; in the last second twice.
             moved = rate / 10 * (4 * min(at, 20) + max(0, at - 20) + max(0, at - 50))
-            values = {"nic.eth0.rx_bytes": moved, "nic.eth0.tx_bytes": 0.0, "nic.lo.rx_bytes": 1e9 * at}
+            values = {"nic.eth0.rx_bytes": moved, "nic.eth0.tx_bytes": moved / 2, "nic.lo.rx_bytes": 1e9 * at}
             record.readings.append(Readings(at * SECOND // 10, values))
         records.append(record)
-    assert running.received(records) == pytest.approx((8 * 2e6 * 1.25 / 1e6, 8 * 2e6 * 2 / 1e6))
-    assert running.received([Record(Header(0, 1, "a", 1, 0, 0))]) == (0.0, 0.0)
+    assert running.carried(records) == pytest.approx((8 * 2e6 * 1.25 / 1e6, 8 * 2e6 * 2 / 1e6, 8 * 1e6 * 1.25 / 1e6))
+    assert running.carried([Record(Header(0, 1, "a", 1, 0, 0))]) == (0.0, 0.0, 0.0)
 
 
 def test_outcomes_are_kept_and_read_again(tmp_path: Path) -> None:
     moving = Moving(4e6, 1e6, 2e6, 0.0, 1000.0, 3.0, {1: 1e6})
-    shares = tuple(Share(rank, 20, 5, 1e7 + rank * 2e6, {"forward": 5e6}, {"tensor": moving}) for rank in (0, 1))
-    made = results.outcome_of(CELL, 2, Breakdown(shares, {}, ("a remark",)), 12.0, 34.0)
-    assert made.step_ms == pytest.approx(11) and made.exposed == {"tensor": pytest.approx(5)}
+    work = {"forward": 5e6, "profiler": 3e6}
+    shares = tuple(Share(rank, 20, 5, 1.3e7 + rank * 2e6, work, {"tensor": moving}) for rank in (0, 1))
+    made = results.outcome_of(CELL, 2, Breakdown(shares, {}, ("a remark",)), results.Rates(12.0, 34.0, 11.0))
+    assert made.step_ms == pytest.approx(11) and made.work == {"forward": 5.0}, "without what measuring took"
+    assert made.exposed == {"tensor": pytest.approx(5)}
     assert made.waits["tensor"] == pytest.approx(1) and made.hidden["tensor"] == pytest.approx(2)
+    assert (made.receive_mbit, made.receive_peak_mbit, made.sent_mbit) == (12.0, 34.0, 11.0)
     results.write(tmp_path, made)
     results.write(tmp_path, replace(made, repeat=0))
     assert results.read(tmp_path) == [replace(made, repeat=0), made]
     with pytest.raises(Config, match="recorded nothing: no ranks"):
-        results.outcome_of(CELL, 0, Breakdown((), {}, ("no ranks",)), 0, 0)
+        results.outcome_of(CELL, 0, Breakdown((), {}, ("no ranks",)), results.Rates())
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(Config, match=r"other\.json is no outcome"):
         results.read(tmp_path)
@@ -178,39 +221,160 @@ def test_means_and_changes_have_intervals() -> None:
     assert results.compared([100, 100], [101, 101]).verdict == "slower"
 
 
-def test_the_papers_statements_are_judged() -> None:
-    """Each by the cells that it is about; without them nobody claims anything."""
-    few, many = CELL, replace(CELL, ranks=4)
-    fast = replace(CELL, link_mbit=1000.0)
-    pipe = replace(CELL, parallel="pipeline", micro_batch=1)
-    pipe_fast = replace(pipe, link_mbit=1000.0)
-    large = replace(CELL, batch=64)
-    waiting = {"exposed": {"pipeline forward recv": 60.0}, "waits": {"pipeline forward recv": 55.0}}
-    told = {
-        each.says: each
-        for each in findings.findings(
-            [
-                outcome(few),
-                outcome(many, work={"forward": 15.0, "backward": 20.0}),
-                outcome(fast, step_ms=50.0, exposed={"data-parallel sync": 4.0}),
-                outcome(pipe, **waiting),
-                outcome(pipe_fast, step_ms=95.0, **waiting),
-                outcome(large, step_ms=400.0),
-            ]
-        )
-    }
+def test_every_finding_agrees_with_runs_that_show_it() -> None:
+    """All that can be measured; what no run of a matrix shows says so."""
+    found = findings.findings(as_in_the_paper())
+    assert [each.says for each in found if each.verdict != AGREES] == ["rates fall for checkpoints and evaluations"]
+    assert len(found) == 25 and len({(each.where, each.says) for each in found}) == 25
+    told = {each.says.partition(":")[0]: each.here for each in found}
+    assert told["more ranks compute faster"] == "forward 100%, backward 100% from 2 to 4 ranks"
+    assert told["a faster network is filled less"] == "51% of 100 Mbit/s, 27% of 1000 Mbit/s"
+    assert (
+        told["with more ranks and the same batch on each, all-reduce still takes most of a step"]
+        == "72%, then 90% from 2 to 4 ranks"
+    )
 
-    def of(part: str) -> findings.Finding:
-        [found] = [each for says, each in told.items() if part in says]
+
+def test_a_finding_that_runs_contradict_does_not_agree() -> None:
+    """Numbers turned around: links that are slower the faster they are, and computing that grows with the ranks."""
+    turned = []
+    for one in as_in_the_paper():
+        cell = one.cell
+        link = {100.0: 1000.0, 1000.0: 100.0}.get(cell.link_mbit, cell.link_mbit)
+        work = {phase: time * cell.ranks**3 for phase, time in one.work.items()}
+        exposed = {purpose: time / cell.ranks**3 for purpose, time in one.exposed.items()}
+        waits = dict.fromkeys(one.waits, 0.0)
+        turned.append(
+            replace(
+                one,
+                cell=replace(cell, link_mbit=link),
+                work=work,
+                exposed=exposed,
+                waits=waits,
+                sent_mbit=1.0,
+                processors=2,
+            )
+        )
+    found = {each.says.partition(":")[0]: each for each in findings.findings(turned)}
+    for says in (
+        "more ranks compute faster",
+        "all-reduce takes longer with more ranks",
+        "all-reduce takes most of a step",
+        "hosts receive as much as they send",
+        "a slower network takes a larger share",
+        "computing takes as long with more ranks",
+        "receiving and the embeddings' all-reduce take most of a step, up to 90 %",
+        "most of a pipeline's communication is waiting for other stages (the bubble)",
+    ):
+        assert found[says].verdict == DIFFERS, found[says]
+    assert found["more ranks compute faster"].here.endswith("; 4 ranks share 2 processors")
+
+
+def test_a_finding_is_not_judged_by_noise_nor_without_cells() -> None:
+    """What runs differ by can hide it; one run of each cell cannot tell noise, and counts; a matrix may have no cells for it."""
+    slow, fast = CELL, replace(CELL, link_mbit=1000.0)
+
+    def about(runs: list[Outcome], says: str) -> findings.Finding:
+        [found] = [each for each in findings.findings(runs) if each.says.startswith(says) and "strong" in each.where]
         return found
 
-    assert of("scales strongly").here == "forward 67%, backward 75% from 2 to 4 ranks" and of("scales strongly").holds
-    assert of("scales weakly").holds is None and "the matrix has no" in of("scales weakly").here
-    assert of("4.8 times").here.startswith("2.00 times with a link 10 times as fast") and of("4.8 times").holds
-    assert of("only 1.2 times").here.startswith("1.05 times") and of("only 1.2 times").holds
-    assert of("bubble").here == "92% to 92% of it is waiting" and of("bubble").holds
-    assert of("larger batches").here == "from 40% to 10%" and of("larger batches").holds
-    assert len(told) == 11
+    noisy = [outcome(slow, at, receive_mbit=60.0 + 40 * at) for at in range(3)]
+    noisy += [outcome(fast, at, receive_mbit=65.0 + 40 * at) for at in range(3)]
+    assert about(noisy, "a faster network carries more").verdict == NOISE
+    once = [outcome(slow), outcome(fast, receive_mbit=60.1)]
+    assert about(once, "a faster network carries more").verdict == AGREES
+    lacking = about([outcome(slow)], "a faster network carries more")
+    assert (lacking.verdict, lacking.here) == (ABSENT, "the matrix has no data parallel cells over two links")
+    alone = findings.findings([outcome(replace(CELL, link_mbit=0.0, transport="gloo"))])
+    assert {each.verdict for each in alone} == {ABSENT}
+    idle = [
+        outcome(cell, exposed={}, waits={}, work={}, receive_mbit=0.0) for cell in (slow, fast, replace(slow, ranks=4))
+    ]
+    judged = {each.says.partition(":")[0]: each.verdict for each in findings.findings(idle)}
+    assert {verdict for says, verdict in judged.items() if "most of a step" not in says and "step" not in says} == {
+        ABSENT
+    }
+
+
+def test_the_matrix_of_the_findings_has_cells_for_each(root: Path) -> None:
+    """Runs of examples/findings.yaml, made up, can judge all findings and draw all figures; each of its cells can run, and there
+    are no more runs than go into a quarter of an hour, at 15 s each."""
+    given = matrix.read(root / "examples" / "findings.yaml", sorted(MODELS))
+    assert not given.left_out and len(given.cells) * given.repeats <= 60
+    runs = [outcome(cell, repeat, sent_mbit=60.0) for cell in given.cells for repeat in range(given.repeats)]
+    absent = [each.says for each in findings.findings(runs) if each.verdict == ABSENT]
+    assert absent == ["rates fall for checkpoints and evaluations"]
+    titles = [each.title.partition(":")[0] for each in figures.sections(means.means(runs), {})]
+    assert titles == [f"Figure {number}" for number in range(3, 8)]
+
+
+def test_ratios_have_the_noise_of_all_their_cells() -> None:
+    """Worked out by hand: two pairs, twice and three times as much, with runs that are 10 % from their means."""
+    found = results.ratio([([9.0, 11.0], [18.0, 22.0]), ([10.0], [30.0])])
+    assert found.value == pytest.approx(2.5)
+    # Two degrees of freedom, four values 10 % off: a variance of 0.02. 4 x (1/2 + 1/2) + 9 x (1 + 1) = 22.
+    assert found.half == pytest.approx(4.303 * math.sqrt(0.02 * 22) / 2)
+    assert results.ratio([([10.0], [30.0])]) == (3.0, None, 1) and results.ratio([([0.0], [1.0])]) == (0.0, None, 0)
+
+
+def test_figures_6_and_7_are_of_the_cells_that_they_are_about() -> None:
+    """Curves over the batch, data parallel and in a pipeline, end at the largest batch that fits; the most ranks stand beside
+    fewer with the same batch on each. The sentence below has the numbers of the picture."""
+    runs = as_in_the_paper()
+    full = memory.Limit(32, 2048)
+    limits = {memory.Kind("gpt2-tiny", "pipeline", 2, 4, 0): full}
+    sections = {each.title: each for each in report.page(runs, "runs", limits).sections}
+    [six] = sections["Figure 6: larger batches"].blocks
+    assert isinstance(six, Picture) and isinstance(six.chart, Lines)
+    data, pipeline = six.chart.panels
+    [curve] = [each for each in data.curves if each.label == "gpt2-tiny, 2 ranks, tcp at 100 Mbit/s"]
+    assert list(curve.x) == [8.0, 64.0]
+    assert list(curve.y) == pytest.approx([50 * 600 / 680 + 50 * 600 / 640, 100 * 600 / 1240]), (
+        "weak and strong are alike"
+    )
+    for panel, told in ((data, "data parallel it falls"), (pipeline, "in a pipeline it rises")):
+        first = panel.curves[0]
+        assert f"{told} from {first.y[0]:.0f} to {first.y[-1]:.0f} % ({first.label}, batch 8 to " in six.see
+    full_at = {each.label for each in pipeline.curves if each.end == "full: 2048 MiB"}
+    assert (
+        full_at == {each.label for each in pipeline.curves if each.label.startswith("gpt2-tiny, 2 ranks by 4")} != set()
+    )
+    [seven] = sections["Figure 7: with the most ranks"].blocks
+    assert isinstance(seven, Picture) and isinstance(seven.chart, Bars)
+    assert [(bar.heading, bar.label) for bar in seven.chart.bars] == [
+        ("tcp at 100 Mbit/s", "2 ranks, 8 sequences"),
+        ("", "4 ranks, 16 sequences"),
+        ("tcp at 1000 Mbit/s", "2 ranks, 8 sequences"),
+        ("", "4 ranks, 16 sequences"),
+    ]
+    assert seven.see == "With 4 ranks communication takes 98% of a step of gpt2-small (tcp at 100 Mbit/s), with 2 92%."
+    assert seven.chart.bars[1].told == "1840 ms, 98% still"
+    assert not [title for title in sections if "does not have" in title]
+
+
+def test_a_matrix_without_cells_for_a_figure_says_what_it_needs() -> None:
+    """Instead of an empty picture."""
+    last = report.page([outcome()], "runs", {}).sections
+    [lacking] = [each for each in last if each.title == "Figures that this matrix does not have"]
+    assert [each.partition(" needs")[0] for each in lacking.blocks[0]] == ["Figure 4", "Figure 5", "Figure 6"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_no_number_is_cut_in_a_narrow_terminal(width: int) -> None:
+    """All cells of all tables are there whole, in lines that are no longer than the terminal; in a wide one they are tables."""
+    runs = as_in_the_paper()
+    shown = [tables.times(runs), tables.judged(findings.findings(runs)), tables.comparison(runs, runs)]
+    for table in shown:
+        console = Console(width=width, file=io.StringIO(), color_system=None)
+        console.print(table.fitted(width))
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert "…" not in text and max(map(len, text.splitlines())) <= width
+        joined = "".join(text.split())
+        for line in table.lines:
+            numbers = [cell for cell, column in zip(line.cells, table.columns, strict=True) if not column.is_text]
+            assert all("".join(cell.split()) in joined for cell in numbers), line
+        assert ("───" in text) == (width >= table._least_width(()))
+    assert shown[0]._least_width(()) > 80
 
 
 def test_tables_and_a_comparison(tmp_path: Path) -> None:
@@ -218,7 +382,7 @@ def test_tables_and_a_comparison(tmp_path: Path) -> None:
     second = [outcome(repeat=repeat, step_ms=120.0 + repeat) for repeat in range(3)]
     [line] = tables.times(first).lines
     assert line.cells == [
-        "2 ranks, 8, tcp-4 at 100 Mbit/s",
+        "2 ranks, 8",
         "101.0 ± 2.5",
         "20.0",
         "30.0",
@@ -226,7 +390,7 @@ def test_tables_and_a_comparison(tmp_path: Path) -> None:
         "30.0",
         "10.0",
         "40%",
-        "60, 90 of 100",
+        "60, 90",
     ]
     for name, given in (("a", first), ("b", second)):
         (tmp_path / name).mkdir()
@@ -264,6 +428,43 @@ def test_a_matrix_runs_and_goes_on(tmp_path: Path) -> None:
     kept.unlink()
     again = subprocess.run(command[:-2], capture_output=True, text=True, check=False)
     assert again.returncode == 0 and "1 of 2 runs are in" in again.stderr and kept.is_file(), again.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_matrix_that_is_stopped_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
+    """In mid run: it says where what has ended is, and no process of the run goes on."""
+    path = written(tmp_path, "{models: gpt2-tiny, batches: 4, transports: gloo, steps: 100000, repeats: 1}")
+    mark = f"TEST_CHARACTERIZE={path}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", "characterize", str(path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **dict([mark.split("=", 1)])},
+    )
+
+    def running() -> int:
+        found = 0
+        for each in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                found += mark.encode() in each.read_bytes().split(b"\0")
+        return found
+
+    def until(holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not holds():
+            assert time.monotonic() < deadline and (process.poll() is None or holds())
+            time.sleep(0.05)
+
+    with process:
+        try:
+            until(lambda: running() >= 5)  # the command, the profile, torchrun, two ranks
+            process.send_signal(number)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130 and f"that have ended are in {tmp_path / 'matrix.runs'}" in said, said
+    assert "Traceback" not in said
+    until(lambda: not running())
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,9 @@ from backends import BACKENDS, Backend
 from penstock import _core
 from penstock.reports import drawing as drawing_room
 from penstock.reports import render
+from penstock.reports.terminal import print_first_screen
 from penstock.runtime.wire import sent_bytes
-from penstock.tools.demo import cli, comparison, link_probe, prediction, report
+from penstock.tools.demo import cli, comparison, division, link_probe, prediction, report
 from penstock.tools.demo.training import WARM_UP_STEPS, Phases, Way
 from penstock.tools.testbed import LinkSpec, Testbed, TestbedUnavailable
 from penstock.torch import ddp_hook
@@ -86,6 +87,12 @@ def test_demo_trains_twice_and_the_trainings_are_the_same(ended: Ended) -> None:
     """Gloo and the backend under test give the same losses and weights, to the bit, and the demo says so."""
     assert ended.code == 0, ended.output
     assert re.search(r"The loss curves of gloo(, .+)? and .+ are bit-identical: all 20 steps, both ranks", ended.output)
+    last = ended.output[ended.output.index("bit-identical") :]
+    assert re.search(
+        r"With gloo, ranks (stand still|compute).+of a step of.+\nNext: This was a quick check.+Report: ",
+        last,
+        re.DOTALL,
+    ), last
     rows = re.findall(r"^ *(?:final training|validation) loss +([\d.]+(?: +[\d.]+)+)", ended.output, re.MULTILINE)
     assert len(rows) == 2, ended.output
     for row in rows:
@@ -383,12 +390,58 @@ def test_every_number_of_the_report_has_one_source(tuned_s: float) -> None:
     picture = report.step_picture(whole)
     wide, narrow = drawing_room.both_widths(picture.chart, "step", picture.see).split("</svg>\n")
     for drawing in (wide, narrow):
-        shown = re.findall(r">([\d.]+ ms)(?:, (\d+%) communication)?<", drawing)
+        # Both ranks compute for as long as each other here, so that all that they stand still for is the wire.
+        shown = re.findall(r">([\d.]+ ms)(?:, (\d+%) still)?<", drawing)
         assert [time for time, share in shown if share] == table["step time"]
         assert [share for _, share in shown if share] == table["communication share"]
         assert [time for time, share in shown if not share] == table["predicted step time"]
-    assert re.findall(r"\d+%", picture.see) == [table["communication share"][at] for at in (0, best)]
+    told = [table["communication share"][at] for at in (0, best)]
+    assert re.findall(r"(\d+%) of a step of", picture.see) == re.findall(r"(\d+%) wire", picture.see) == told
+    steps = re.findall(r"a step of ([\d.]+) s", picture.see)
+    assert [f"{1e3 * float(step):.1f} ms" for step in steps] == [table["step time"][at] for at in (0, best)]
     assert re.findall(r"\d+%", report.link_picture(whole).see) == [table["share of the link"][at] for at in (best, 0)]
+
+
+def test_a_rank_waits_for_the_one_that_computes_longer() -> None:
+    """Worked out by hand: ranks that compute for 0.3 and 0.5 s alone, in steps of 2 s. The first waits for 0.2 s, both have bytes
+    on the wire for 1.5 s, and that is said in the words of `penstock profile`."""
+    slow = trained(losses=[[3.0] * (WARM_UP_STEPS + 3)] * 2, seconds=[2.0] * (WARM_UP_STEPS + 3), compute_s=0.5)
+    quick = [dataclasses.replace(step, compute=Phases(0.1, 0.1, 0.1)) for step in slow.steps[0]]
+    result = comparison.summarise(dataclasses.replace(slow, steps=[quick, slow.steps[1]]), None, None)
+    first, second = division.divided(result).shares
+    for one, (work, wait) in ((first, (0.3, 0.2)), (second, (0.5, 0.0))):
+        moved = one.communication["data-parallel sync"]
+        assert sum(one.work.values()) == pytest.approx(1e9 * work)
+        assert (moved.exposed_wire_ns, moved.exposed_wait_ns) == pytest.approx((1.5e9, 1e9 * wait))
+        assert one.step_ns == pytest.approx(2e9)
+    assert first.communication["data-parallel sync"].waited_for == {1: pytest.approx(2e8)}
+    assert division.told(result) == (
+        "With it, ranks stand still for 80% of a step of 2 s: 75% wire of data-parallel sync, 5% wait, mostly for rank 1."
+    )
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_terminal_ends_with_the_reports_first_screen(width: int) -> None:
+    """The answer, the picture, what to see in it and the next step, as the page has them; bars in proportion, in no more columns
+    than there are."""
+    told = report.page(tuned_comparison(1.5, falls=True))
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    print_first_screen(told, console)
+    text = console.file.getvalue()
+    assert text.startswith(told.answer) and " ".join(told.picture.see.split()) in " ".join(text.split())
+    assert f"Next: {told.next.text}" in text and all(f"    {line}\n" in text for line in told.next.command.splitlines())
+    drawn = {}
+    for bar in told.picture.chart.bars:
+        [line] = [line for line in text.splitlines() if line.endswith(f" {bar.told}")]
+        assert len(line) <= width
+        drawn[bar.label, bar.told] = len(re.findall("[░▒▓█▄·]", line))
+    bars = [bar for bar in told.picture.chart.bars if not bar.is_hollow]
+    longest = max(bars, key=lambda bar: bar.value)
+    for bar in bars:
+        expected = drawn[longest.label, longest.told] * bar.value / longest.value
+        assert drawn[bar.label, bar.told] == pytest.approx(expected, abs=1.01)
+    assert "░ forward  ▒ backward  ▓ optimizer  █ wire  ▄ wait  · predicted" in text.replace("\n· p", "  · p")
+    assert max(map(len, text.splitlines()[1:])) <= width, "all but the answer"
 
 
 def test_the_report_says_what_tuning_cost_and_gained() -> None:

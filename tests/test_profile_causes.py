@@ -139,6 +139,16 @@ def test_thresholds_are_where_the_page_says(is_over: bool) -> None:
     assert (first(job).kind, first(job).rank) == ("contention" if is_over else "straggler", 1)
 
 
+@pytest.mark.parametrize("phase", ["loading", "forward"])
+def test_a_crowded_processor_is_late_in_whatever_the_rank_does(phase: str) -> None:
+    """A loader that runs in the training thread is late too, and no other loader would help; one that sleeps is a loader."""
+    job = planted_records.Job(1, random.Random(1), more={(1, phase): 0.1}, gradient_bytes=1e5)
+    job.queued = {0: 0.0, 1: 0.09}
+    assert (first(job).kind, first(job).rank) == ("contention", 1)
+    job.queued = {0: 0.0, 1: 0.01}
+    assert first(job).kind == {"loading": "loader", "forward": "straggler"}[phase]
+
+
 def test_a_link_whose_limit_nobody_knows() -> None:
     """Then the highest rate seen stands for it, and the text says so; with one stream that is no more than a flow's rate."""
     job, _ = planted_records.drawn("capped link", 1)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import profiled
 from penstock.errors import Config
@@ -23,6 +24,7 @@ from penstock.profiling.breakdown import Breakdown
 from penstock.profiling.readers import load
 from penstock.profiling.readers.source import Text
 from penstock.profiling.record import Record
+from penstock.tools.profile import command as profile_command
 from penstock.tools.profile.shown import table
 from profiled import LOG, NEWER, check_sums, loaded, written
 
@@ -55,6 +57,23 @@ def test_what_is_not_read_is_named(tmp_path: pathlib.Path, content: bytes, want:
         path.write_bytes(gzip.compress(content))
         with pytest.raises(Config, match=want):
             load(path)
+
+
+def test_a_rank_of_another_version_is_refused(tmp_path: pathlib.Path) -> None:
+    """By the command, as an error of one line that names the file, both versions and what to do; also beside a rank that could
+    be read, whose numbers alone would be of half a job."""
+    for rank, version in ((0, 1), (1, 2)):
+        head = record.line(profiled.record(rank, 2).header).replace("penstock-profile/1", f"penstock-profile/{version}")
+        steps = "".join(map(record.line, profiled.record(rank, 2).steps))
+        (tmp_path / f"rank-{rank}.jsonl").write_text(head + steps)
+    told = CliRunner().invoke(profile_command, ["--read", str(tmp_path)])
+    assert told.exit_code == 1 and isinstance(told.exception, SystemExit)
+    assert told.output == (
+        f"Error: {tmp_path / 'rank-1.jsonl'} is a penstock-profile/2, and this penstock reads penstock-profile/1: read it with "
+        "the penstock that wrote it, or record anew with this one\n"
+    )
+    (tmp_path / "rank-1.jsonl").unlink()
+    assert CliRunner().invoke(profile_command, ["--read", str(tmp_path)]).exit_code == 0
 
 
 def test_what_is_no_file(tmp_path: pathlib.Path) -> None:
@@ -275,6 +294,36 @@ def test_a_written_record_reads_back(tmp_path: pathlib.Path) -> None:
     path.write_bytes(gzip.compress(path.read_bytes()))
     assert loaded(path) == [again]
     assert (again.header, again.steps, again.samples) == (found.header, found.steps, found.samples)
+
+
+def test_of_a_trace_with_too_many_events_whole_steps_are_read(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many of its first steps as there is room for, wherever their marks stand in the file; and that is said. They are read as
+    if the file had no others. A single step that is too large, or a file without marks, is cut off, and that is said, too."""
+
+    def events(steps: int, each: int) -> list[dict[str, Any]]:
+        made: list[dict[str, Any]] = []
+        usual = {"ph": "X", "pid": 7, "tid": 3}
+        for step in range(steps):
+            at = step * 10_000.0
+            for number in range(each):
+                made.append({**usual, "cat": "cpu_op", "name": "aten::mm", "ts": at + 50 * number, "dur": 20.0})
+            made.append({**usual, "cat": "user_annotation", "name": f"ProfilerStep#{step}", "ts": at, "dur": 9_900.0})
+        return made
+
+    monkeypatch.setattr("penstock.profiling.readers.kineto.MOST_EVENTS", 500)
+    path = tmp_path / "t.json"
+    [found] = loaded(
+        written(path, {"traceEvents": sorted(events(20, 100), key=lambda each: each["name"], reverse=True)})
+    )
+    assert [step.number for step in found.steps] == [0, 1, 2, 3]
+    assert "t.json has 2,020 events, more than 500: its first 4 of 20 steps are read" in found.problems
+    [alone] = loaded(written(path, {"traceEvents": events(4, 100)}))
+    assert (alone.steps, alone.samples, alone.problems) == (found.steps, found.samples, [])
+    for made in (events(1, 700), [each for each in events(9, 100) if each["cat"] == "cpu_op"]):
+        [cut] = loaded(written(path, {"traceEvents": made}))
+        assert any("has more than 500 events: " in each for each in cut.problems) and cut.steps
 
 
 def test_a_large_trace_takes_little_memory(tmp_path: pathlib.Path) -> None:

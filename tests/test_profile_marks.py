@@ -224,13 +224,30 @@ def test_busy_is_operators_alone() -> None:
     assert found.busy == ((0, 120_000), (600_000, 660_000), (990_000, 1_000_000))
 
 
-def test_a_sample_keeps_so_many_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And counts the rest; operations are kept all."""
+def test_a_sample_keeps_so_many_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And counts the rest."""
     monkeypatch.setattr(kineto, "MOST_EVENTS", 5)
-    events = [Seen("aten::mm", at, at + 1) for at in range(0, 100, 10)]
-    events += [Seen("gloo:all_reduce", 200 + at, 300, is_async=True) for at in range(9)]
-    found = sampled(events)
-    assert (found.dropped, len(found.operations)) == (5, 9)
+    found = sampled([Seen("gloo:all_reduce", 200 + at, 300, is_async=True) for at in range(9)])
+    assert (found.dropped, [one.issued_ns for one in found.operations]) == (4, [200, 201, 202, 203, 204])
+
+
+@pytest.mark.parametrize("order", ["as they came", "reversed"])
+def test_many_operators_are_joined_and_none_is_left_out(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
+    """Of 2,000 operators in two threads, where a sample may keep 16 intervals: those that follow each other are one, whatever
+    their order, and the long pauses between them stay."""
+    monkeypatch.setattr(kineto, "MOST_EVENTS", 16)
+    events = []
+    for block in range(5):
+        for at in range(200):
+            start = block * 200_000 + at * 500
+            events.append(Seen("aten::mm", start, start + 400))
+            events.append(Seen("MulBackward0", start + 100_000, start + 100_400, scope=1, start_thread_id=3))
+    found = sampled(events if order == "as they came" else events[::-1])
+    # In each block one thread runs for 100 us, and then the other.
+    assert found.busy[0][0] == 0 and found.busy[-1][1] == 999_900
+    assert sum(end - start for start, end in found.busy) >= 990_000 and found.dropped == 0
+    alone = sampled([event for event in events if event.scope() != 1])
+    assert alone.busy == tuple((block * 200_000, block * 200_000 + 99_900) for block in range(5))
 
 
 def test_a_backend_without_courses() -> None:

@@ -107,6 +107,52 @@ def test_a_sample_does_not_run_on_and_on(odd: Any) -> None:
     assert [sample.step for sample in record.samples] == [8, 16] and "took more than 5 times the usual" in said
 
 
+def test_a_step_of_many_events_is_sampled_in_part(odd: Any) -> None:
+    """A step of 150,000 events: they are counted before the first sample, which then costs a fifth of the memory, and that is
+    said. All of the step's operators are in it."""
+    [record], said = odd(
+        "x = torch.ones(4)\n"
+        "for number in range(6):\n"
+        "    for _ in range(30_000):\n"
+        "        x.add_(1)\n"
+        "    time.sleep(0.3)\n"
+        "    step()\n"
+    )
+    assert "a step has 150,0" in said and "samples are few" in said
+    [sample] = record.samples
+    measured = record.steps[sample.step]
+    assert sample.step == 4 and sample.dropped == 0
+    ran = sum(end - start for start, end in sample.busy)
+    (start, _), (_, end) = sample.busy[0], sample.busy[-1]
+    assert ran > 0.3 * (measured.end_ns - measured.start_ns - 300_000_000)
+    assert start < measured.start_ns + 50_000_000 and end > measured.end_ns - 50_000_000, "from its start to its end"
+
+
+@pytest.mark.parametrize(("free", "is_off"), [(1 << 40, False), (1_000_000, True)])
+def test_a_step_with_more_events_than_memory_is_not_sampled(
+    free: int, is_off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And that is said, with both numbers."""
+    import torch
+
+    from penstock.tools.profile.recorder import collectives, sampling
+
+    said: list[Any] = []
+    monkeypatch.setattr(sampling, "_free_bytes", lambda: free)
+    monkeypatch.setattr(sampling, "_MANY", 100)
+    one, calls = sampling.Sampling(said.append), collectives.Calls()
+    one._start(sampling._PROBE, calls)
+    x = torch.ones(4)
+    for _ in range(500):
+        x.add_(1)
+    one._count(calls)
+    assert not one.is_running
+    # Without shapes one step is enough: the profiler starts at the end of the step before the sample.
+    assert [number for number in range(2, 8) if one.wants(number)] == ([] if is_off else [3, 7])
+    [event] = said
+    assert ("there is memory for 138: there are no samples" if is_off else "samples are few") in event.text
+
+
 def test_a_mesh_that_joins_by_itself(odd: Any) -> None:
     """`init_device_mesh` without `init_process_group`: the backend and its group are known."""
     records, _ = odd(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -168,6 +169,19 @@ def test_ddp_tells_its_operations(profiled: Any, backend: str) -> None:
     for one, other in zip(*(record.samples for record in job.records), strict=False):
         first, second = (next(op for op in each.operations if op.bytes == 4000) for each in (one, other))
         assert second.ended_ns > first.issued_ns and first.ended_ns > second.issued_ns
+
+
+def test_what_converting_gradients_costs_is_measured_once(profiled: Any) -> None:
+    """On each of several ranks, before the first step that counts; where nothing is sent, nothing is measured."""
+    job = profiled("ddp", "gloo", ranks=2)
+    assert job.code == 0
+    for record in job.records:
+        [event] = [event for event in record.events if event.kind == "float16"]
+        there, back = (float(text) for text in re.findall(r"\d+\.\d+", event.text))
+        assert 0 <= there < 100 and 0 < back < 100
+        assert record.steps[1].start_ns <= event.time_ns <= record.steps[1].end_ns
+        [span] = [span for span in record.steps[1].spans if span.phase == "profiler"]
+        assert span.start_ns <= event.time_ns <= span.end_ns
 
 
 def test_a_gradient_reducer_tells_its_operations(profiled: Any) -> None:

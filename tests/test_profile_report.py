@@ -229,6 +229,28 @@ def test_the_next_step_follows_from_the_largest_part(breakdown: Breakdown, want:
     assert report.page(breakdown, [], Advice((link,), (better,))).next == first
 
 
+def test_what_a_rule_compared_is_shown() -> None:
+    """On the terminal in a line below the cause, in the report in a column; each number with the unit that its name has."""
+    compared = {
+        "own_bytes_per_step": 3 << 20,
+        "on_wire_bytes_per_s": 22.5e6,
+        "share_of_limit": 0.9,
+        "resent_share": 0.004,
+        "window_share": 9e-7,
+        "ms_per_operation": 1.25,
+        "streams_to_a_peer": 16,
+    }
+    cause = Cause("link", "wire", "the link is full", "twice the link", 8e5, 5e5, numbers=compared)
+    advice = Advice((cause, dataclasses.replace(cause, numbers={})))
+    want = "own per step 3 MiB, on wire 180 Mbit/s, of limit 90%, resent 0.4%, window 0%, per operation 1.25 ms, "
+    want += "streams to a peer 16"
+    lines = table(profiled.breakdown(2), advice).splitlines()
+    assert f"Numbers: {want}." in " ".join(" ".join(lines).split())
+    assert sum("Numbers:" in line for line in lines) == 1
+    assert lines[next(at for at, line in enumerate(lines) if "Numbers:" in line) - 1] == "1. the link is full."
+    assert want in render(report.page(profiled.breakdown(2), [], advice))
+
+
 def test_a_page_of_nothing_says_why() -> None:
     """Problems stand above everything else where there is nothing else; otherwise they have a section."""
     text = render(report.page(Breakdown((), problems=("the disk was full",)), []))

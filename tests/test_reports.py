@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import browser
+from characterized import CELL, as_in_the_paper, outcome
 from penstock import files
 from penstock.cluster import generate
 from penstock.cluster.network import Cluster
@@ -53,6 +54,8 @@ from penstock.reports import (
 from penstock.tools.bench import emulated, endpoints, figures, machine, pauses, readiness, training, tuner, urgency
 from penstock.tools.bench import report as bench_report
 from penstock.tools.bench.aggregated import times
+from penstock.tools.characterize import memory
+from penstock.tools.characterize import report as matrix_report
 from penstock.tools.demo import report as demo_report
 from penstock.tools.demo.comparison import Comparison
 from penstock.tools.plan import explained
@@ -201,6 +204,8 @@ def sums_page() -> Page:
     return profile_report.page(Breakdown((Share(0, 0, 0, 0.0, {}, moved),), notes=("A note.",)), [])
 
 
+LARGEST = {memory.Kind("gpt2-tiny", "pipeline", 2, 4, 0): memory.Limit(32, 2048)}
+
 SIZES = [1024 * 4**power for power in range(10)]
 
 PAGES: dict[str, Callable[[], Page]] = {
@@ -226,6 +231,8 @@ PAGES: dict[str, Callable[[], Page]] = {
     "profile": lambda: profile_report.page(breakdown(4), records(4)),
     "profile of many": lambda: profile_report.page(breakdown(64, 17), records(64)),
     "profile of sums": sums_page,
+    "characterize": lambda: matrix_report.page(as_in_the_paper(), "matrix.runs", LARGEST),
+    "characterize one cell": lambda: matrix_report.page([outcome(CELL)], "matrix.runs", {}),
 }
 
 

@@ -9,6 +9,7 @@ import re
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ import forked
 import penstock
 import ranks
 from penstock.errors import Config
+from penstock.fronts import arrays
 from penstock.runtime import urgency
 from penstock.tools import testbed
 from penstock.tools.bench import urgency as bench
@@ -145,6 +147,60 @@ def _train(with_ddp: bool) -> list[str]:
     first.wait()
     for each in (urgent, later):
         assert all(bool((one.grad == (0.5 if one.ndim == 2 else 1.0)).all()) for one in each.parameters())
+    dist.destroy_process_group()
+    return ended
+
+
+def test_urgent_operations_of_horovod_overtake_on_a_link() -> None:
+    """Those that are submitted behind two seconds of bytes, and those that come to be agreed on in one round with them."""
+    with testbed.Testbed(hosts=2, link=testbed.LinkSpec(rate_mbit=100)) as bed:
+        for ended in ranks.run(_horovod, count=2, bed=bed, env={"HOROVOD_CYCLE_TIME": "300"}):
+            assert ended == ["urgent", "fused with none", "bulk"]
+
+
+def _horovod() -> list[str]:
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    ended, bulk = [], torch.full((6 << 20,), 1.0)
+    first = hvd.allreduce_async(bulk, op=hvd.Sum, name="bulk")
+    with penstock.priority(0):
+        assert hvd.allreduce(torch.ones(5), op=hvd.Sum, name="small").tolist() == [2.0] * 5
+    ended += ["urgent"] * (not hvd.poll(first))
+    hvd.synchronize(first)
+    # Both within the cycle that a round waits for.
+    again = hvd.allreduce_async(bulk, op=hvd.Sum, name="bulk")
+    with penstock.priority(3) as block:
+        small = hvd.allreduce_async(torch.ones(5), op=hvd.Sum, name="small")
+    assert hvd.synchronize(small).tolist() == [2.0] * 5
+    ended += ["fused with none"] * (not hvd.poll(again))
+    block.change(200)
+    if bool((hvd.synchronize(again) == 2).all()):
+        ended.append("bulk")
+    hvd.shutdown()
+    return ended
+
+
+def test_what_arrays_ask_for_overtakes_on_a_link() -> None:
+    """All-reduces of JAX and TensorFlow have the priority of the block that they are called in."""
+    with testbed.Testbed(hosts=2, link=testbed.LinkSpec(rate_mbit=100)) as bed:
+        for ended in ranks.run(_arrays, count=2, bed=bed):
+            assert ended == ["urgent", "bulk", "less urgent"]
+
+
+def _arrays() -> list[str]:
+    dist.init_process_group("penstock")
+    arrays.init()
+    bulk, small, ended = torch.full((6 << 20,), 1.0), [np.ones(100_000, np.float32)], []
+    first = dist.all_reduce(bulk, async_op=True)
+    with penstock.priority(0):
+        assert arrays.job().all_reduce(small, op="sum")[0].min() == 2
+    ended += ["urgent"] * (not first.is_completed())
+    with penstock.priority(255):
+        arrays.job().all_reduce(small, op="sum")
+    ended += ["bulk", "less urgent"] * first.is_completed()
+    first.wait()
+    arrays.shutdown()
     dist.destroy_process_group()
     return ended
 

@@ -347,21 +347,21 @@ FAULTS = {
     ),
     "acknowledgements-do-not-leave-before-the-end": EngineFault(
         "penstock-net/src/driver/ending.rs",
-        "machine.is_quiet() && !machine.owes_acks() && self.is_flushed(link)",
-        "machine.is_quiet() && self.is_flushed(link)",
+        "machine.is_quiet() && !machine.owes_acks() && self.is_flushed(connections)",
+        "machine.is_quiet() && self.is_flushed(connections)",
         "a rank ends with acknowledgements that it has not sent",
         expected="no effect: the loop has written what it can before it looks, and a stream that takes no more is not flushed",
     ),
     "good-bye-ignored": EngineFault(
         "penstock-net/src/driver.rs",
-        "Event::Bye => self.links[peer as usize].said_bye = true,",
+        "Event::Bye => self.connections[peer as usize].said_bye = true,",
         "Event::Bye => {}",
         "a rank that has left the job counts as lost",
     ),
     "operations-not-retired": EngineFault(
         f"{_GROUPS}/progress.rs",
-        "            host.machine(peer).retire(self.id, channel, seq);\n",
-        "            let _ = (&host, peer, channel, seq);\n",
+        "            host.machine(peer).retire(self.id, space, seq);\n",
+        "            let _ = (&host, peer, space, seq);\n",
         "what is remembered of an operation stays after its end",
     ),
     "report-of-a-later-group-forgotten": EngineFault(
@@ -449,8 +449,8 @@ FAULTS = {
     # -------------------------------------------------------------------------------------------------------- channels
     "channel-ignored-where-frames-arrive": EngineFault(
         "penstock-stream/src/frame.rs",
-        "(0, 0, tag) => Ok(Channel::Collective(ChannelId(tag))),",
-        "(0, 0, _) => Ok(Channel::Collective(ChannelId::MAIN)),",
+        "(0, 0, tag) => Ok(NumberSpace::Collective(ChannelId(tag))),",
+        "(0, 0, _) => Ok(NumberSpace::Collective(ChannelId::MAIN)),",
         "frames of a channel are taken for those of its group",
         seed=4_000_000,
     ),

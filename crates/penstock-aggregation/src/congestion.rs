@@ -157,7 +157,7 @@ const GAIN: f64 = 1.0 / 32.0;
 /// By how much the window grows for each window's worth of answers.
 const GROWTH: f64 = 1.0 / 32.0;
 /// How much longer than the least one round trips are in short queues. Less than what others urgently want to send may wait
-/// (docs/guide/priority.md), and enough for what processes are late.
+/// (docs/benchmarks/README.md, "Urgent behind bulk"), and enough for what processes are late.
 const QUEUED: u64 = 3 * MILLISECOND;
 /// The least round trip is one of this time, or of this time and the one before.
 const LEAST_OF: u64 = 10 * SECOND;

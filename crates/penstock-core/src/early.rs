@@ -2,7 +2,7 @@
 
 use penstock_stream::MessageKey;
 use penstock_stream::fingerprint::Fingerprint;
-use penstock_stream::frame::Channel;
+use penstock_stream::frame::NumberSpace;
 use penstock_types::{GroupId, OpSeq, PeerId, Scope};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -13,7 +13,7 @@ pub struct Early<P> {
     messages: BTreeMap<(MessageKey, PeerId), Waiting<P>>,
     /// How many did so far.
     arrivals: u64,
-    claims: HashMap<(GroupId, Channel, OpSeq), Vec<(PeerId, Fingerprint)>>,
+    claims: HashMap<(GroupId, NumberSpace, OpSeq), Vec<(PeerId, Fingerprint)>>,
 }
 
 #[derive(Debug)]
@@ -101,7 +101,7 @@ impl<P> Early<P> {
 
     /// A peer says what it believes an operation to be.
     pub fn claim(&mut self, peer: PeerId, key: &MessageKey, fingerprint: Fingerprint) {
-        let claims = self.claims.entry((key.group, key.channel, key.op)).or_default();
+        let claims = self.claims.entry((key.group, key.space, key.op)).or_default();
         if !claims.contains(&(peer, fingerprint)) {
             claims.push((peer, fingerprint));
         }
@@ -110,18 +110,18 @@ impl<P> Early<P> {
     /// What the peers that it concerns believe an operation, which begins now, to be: by their messages, and by what they have said.
     /// The latter is forgotten.
     pub fn beliefs(&mut self, of: &MessageKey, concerns: impl Fn(PeerId) -> bool) -> Vec<(PeerId, Fingerprint)> {
-        let MessageKey { group, channel, op, .. } = *of;
+        let MessageKey { group, space, op, .. } = *of;
         let mut beliefs = Vec::new();
         if !self.messages.is_empty() {
-            let [first, last] = [0, u32::MAX].map(|message| MessageKey { group, channel, op, message });
+            let [first, last] = [0, u32::MAX].map(|message| MessageKey { group, space, op, message });
             let messages = self.messages.range((first, 0)..=(last, PeerId::MAX));
             let messages = messages.filter(|((_, peer), _)| concerns(*peer));
             beliefs.extend(messages.map(|((_, peer), waiting)| (*peer, waiting.fingerprint)));
         }
-        if let Some(claims) = self.claims.get_mut(&(group, channel, op)) {
+        if let Some(claims) = self.claims.get_mut(&(group, space, op)) {
             beliefs.extend(claims.extract_if(.., |(peer, _)| concerns(*peer)));
             if claims.is_empty() {
-                self.claims.remove(&(group, channel, op));
+                self.claims.remove(&(group, space, op));
             }
         }
         beliefs
@@ -155,9 +155,9 @@ impl<P> Early<P> {
             .claims
             .iter()
             .filter(move |((id, ..), claims)| *id == group && claims.iter().any(|(from, _)| *from == peer));
-        messages.chain(claims.map(|((group, channel, op), _)| MessageKey {
+        messages.chain(claims.map(|((group, space, op), _)| MessageKey {
             group: *group,
-            channel: *channel,
+            space: *space,
             op: *op,
             message: 0,
         }))
@@ -174,7 +174,7 @@ impl<P> Early<P> {
     #[must_use]
     pub fn forget_all(&mut self, scope: impl Into<Scope>) -> Vec<(PeerId, u64)> {
         let scope = scope.into();
-        self.claims.retain(|(group, channel, _), _| !scope.covers(*group, channel.id()));
+        self.claims.retain(|(group, space, _), _| !scope.covers(*group, space.channel()));
         self.forget(|_, key| key.is_in(scope))
     }
 
@@ -249,7 +249,7 @@ mod tests {
     }
 
     fn same_operation(one: &MessageKey, other: &MessageKey) -> bool {
-        (one.group, one.channel, one.op) == (other.group, other.channel, other.op)
+        (one.group, one.space, one.op) == (other.group, other.space, other.op)
     }
 
     /// Whatever is kept, said, taken and forgotten, in any order: the answers are those of a plain list.
@@ -265,9 +265,9 @@ mod tests {
                 let fingerprint = Fingerprint::new(Name::AllReduce, None, DType::F32, None, rng.u64(0..3));
                 let key = MessageKey {
                     group: GroupId(rng.u64(0..3)),
-                    channel: match rng.u32(0..3) {
-                        0 => Channel::Collective(ChannelId(rng.u32(0..3))),
-                        tag => Channel::PointToPoint { direction: Direction::between(0, 1), tag },
+                    space: match rng.u32(0..3) {
+                        0 => NumberSpace::Collective(ChannelId(rng.u32(0..3))),
+                        tag => NumberSpace::PointToPoint { direction: Direction::between(0, 1), tag },
                     },
                     op: OpSeq(rng.u64(0..3)),
                     message: if rng.bool() { 0 } else { u32::MAX },

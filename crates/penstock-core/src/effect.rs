@@ -25,36 +25,36 @@ pub struct Instance {
 pub enum Effect {
     /// Send bytes to a rank; tell [`crate::operation::Operation::on_sent`] when they are taken.
     Send {
-        /// The rank.
+        /// The rank to send to.
         to: u32,
         /// The message's number in the operation.
         message: u32,
         /// Where its bytes begin.
         from: Place,
-        /// Bytes.
+        /// How many bytes.
         len: u64,
     },
     /// A rank may send these messages, or has sent them already.
     Open {
-        /// The rank.
+        /// The rank that sends them.
         from: u32,
-        /// The first message.
+        /// The number of the first message.
         message: u32,
-        /// How many.
+        /// How many messages.
         count: u32,
     },
     /// The message that a rank gave by reference has been read: the rank may change its memory.
     Read {
-        /// The rank.
+        /// The rank that gave it.
         from: u32,
-        /// The message.
+        /// The number of the message.
         message: u32,
     },
-    /// It has been read, but the rank may have changed its memory before: ask, and tell [`crate::operation::Operation::on_confirmed`].
+    /// A message that a rank gave by reference has been read, but the rank may have changed its memory before: ask, and tell [`crate::operation::Operation::on_confirmed`].
     Doubt {
-        /// The rank.
+        /// The rank that gave it.
         from: u32,
-        /// The message.
+        /// The number of the message.
         message: u32,
     },
     /// Do what an instance does with what is here: this rank's own bytes, and the messages that were kept for it.
@@ -88,7 +88,7 @@ pub enum Awaited {
     Message(u32),
     /// The other rank's word that it has taken this message of ours, which was sent.
     Taken(u32),
-    /// The same of one that cannot be sent yet.
+    /// The other rank's word that it has taken a message of ours, which cannot be sent yet.
     Unsent,
 }
 
@@ -99,13 +99,13 @@ pub enum Incoming {
     Frame {
         /// Where in the message they belong.
         offset: u64,
-        /// How many.
+        /// How many bytes.
         len: u64,
     },
     /// Bytes that lie already where [`place`](crate::operation::Operation::place) said, or with which was done what
     /// [`claim`](crate::operation::Operation::claim) said.
     Placed {
-        /// How many.
+        /// How many bytes.
         len: u64,
     },
     /// A reference to the sender's memory.
@@ -142,7 +142,7 @@ pub enum Verdict {
 pub enum Misfit {
     /// The plan has no such message.
     Unknown,
-    /// It has, with another length.
+    /// The plan has this message, with another length.
     Length {
         /// The plan's, in bytes.
         expected: u64,

@@ -3,7 +3,7 @@
 use crate::tags::Tags;
 use penstock_stream::MessageKey;
 use penstock_stream::fingerprint::Fingerprint;
-use penstock_stream::frame::{Channel, Direction};
+use penstock_stream::frame::{Direction, NumberSpace};
 use penstock_types::{ChannelId, GroupId, OpSeq};
 use std::collections::{HashMap, VecDeque};
 
@@ -18,7 +18,7 @@ pub struct OpId {
     pub seq: u64,
 }
 
-/// Operations of a channel that are counted together: what [`Channel`] is between two ranks, as one of them sees it.
+/// Operations of a channel that are counted together: a [`NumberSpace`] of two ranks, as one of them sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Sequence {
     /// Operations of all ranks.
@@ -57,28 +57,28 @@ impl OpId {
     /// The operation, as rank `rank` of the group calls it, that a key names between it and rank `other`.
     #[must_use]
     pub fn of(key: &MessageKey, rank: u32, other: u32) -> OpId {
-        let sequence = match key.channel {
-            Channel::Collective(_) => Sequence::Collectives,
-            Channel::PointToPoint { direction, tag } if direction == Direction::between(rank, other) => {
+        let sequence = match key.space {
+            NumberSpace::Collective(_) => Sequence::Collectives,
+            NumberSpace::PointToPoint { direction, tag } if direction == Direction::between(rank, other) => {
                 Sequence::Sends { to: other, tag }
             }
-            Channel::PointToPoint { tag, .. } => Sequence::Receives { from: other, tag },
+            NumberSpace::PointToPoint { tag, .. } => Sequence::Receives { from: other, tag },
         };
-        OpId { channel: key.channel.id(), sequence, seq: key.op.0 }
+        OpId { channel: key.space.channel(), sequence, seq: key.op.0 }
     }
 
     /// Its message of this number, as frames between rank `rank`, which is this one, and the other of a point-to-point operation
     /// name it.
     #[must_use]
     pub fn key(self, group: GroupId, rank: u32, message: u32) -> MessageKey {
-        let channel = match self.sequence {
-            Sequence::Collectives => Channel::Collective(self.channel),
-            Sequence::Sends { to, tag } => Channel::PointToPoint { direction: Direction::between(rank, to), tag },
+        let space = match self.sequence {
+            Sequence::Collectives => NumberSpace::Collective(self.channel),
+            Sequence::Sends { to, tag } => NumberSpace::PointToPoint { direction: Direction::between(rank, to), tag },
             Sequence::Receives { from, tag } => {
-                Channel::PointToPoint { direction: Direction::between(from, rank), tag }
+                NumberSpace::PointToPoint { direction: Direction::between(from, rank), tag }
             }
         };
-        MessageKey { group, channel, op: OpSeq(self.seq), message }
+        MessageKey { group, space, op: OpSeq(self.seq), message }
     }
 
     /// The other rank of a point-to-point operation.

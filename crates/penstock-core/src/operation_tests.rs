@@ -1,5 +1,5 @@
 use super::*;
-use penstock_plan::{Algorithm, Collective, Request, Splits, Topology, steps};
+use penstock_plan::{Algorithm, Collective, Placement, Request, Splits, steps};
 use std::collections::HashSet;
 
 fn all_reduce(world: u32, bytes: u64) -> Request {
@@ -7,7 +7,7 @@ fn all_reduce(world: u32, bytes: u64) -> Request {
         collective: Collective::AllReduce,
         world,
         rank: 0,
-        topology: Topology::one_host(world),
+        placement: Placement::one_host(world),
         bytes,
         element_bytes: 4,
         splits: None,
@@ -252,7 +252,7 @@ fn phantoms_come_to_the_end() {
                 collective,
                 world,
                 rank,
-                topology: Topology::new(&hosts),
+                placement: Placement::new(&hosts),
                 bytes: if collective == Collective::Barrier { 0 } else { part * u64::from(world) },
                 element_bytes: 4,
                 splits: (collective == Collective::AllToAll).then(|| Splits {

@@ -1,7 +1,7 @@
 use super::*;
 use penstock_core::operation::{Awaited, Effect, Incoming, Misfit, Operation};
 use penstock_net::memory::MemoryEpoch;
-use penstock_plan::{Algorithm, Collective, Request, Topology, steps};
+use penstock_plan::{Algorithm, Collective, Placement, Request, steps};
 use proptest::prelude::*;
 
 /// The bytes of an incoming message.
@@ -111,7 +111,7 @@ fn receive(result: &mut [u8]) -> Execution {
         collective: Collective::Recv { from: 0 },
         world: 2,
         rank: 1,
-        topology: Topology::one_host(2),
+        placement: Placement::one_host(2),
         bytes: result.len() as u64,
         element_bytes: 1,
         splits: None,
@@ -153,7 +153,7 @@ fn large_copies_take_turns() {
             collective: Collective::AllGather,
             world: 1,
             rank: 0,
-            topology: Topology::one_host(1),
+            placement: Placement::one_host(1),
             bytes,
             element_bytes: 1,
             splits: None,
@@ -188,7 +188,7 @@ fn frames_of_several_messages_are_held_until_whole() {
         collective: Collective::AllReduce,
         world,
         rank: 0,
-        topology: Topology::one_host(world),
+        placement: Placement::one_host(world),
         bytes: len,
         element_bytes: 1,
         splits: None,
@@ -310,7 +310,7 @@ fn frames_hold_whole_elements() {
         collective: Collective::Reduce { root: 0 },
         world: 2,
         rank: 0,
-        topology: Topology::separate_hosts(2),
+        placement: Placement::separate_hosts(2),
         bytes: 40_000,
         element_bytes: 4,
         splits: None,
@@ -404,7 +404,7 @@ proptest! {
             collective,
             world,
             rank,
-            topology: if one_host { Topology::one_host(world) } else { Topology::separate_hosts(world) },
+            placement: if one_host { Placement::one_host(world) } else { Placement::separate_hosts(world) },
             bytes: if collective == Collective::Barrier { 0 } else { whole },
             element_bytes: size as u32,
             splits,

@@ -1,13 +1,12 @@
 //! A rank's operations: the engine, its groups and their tickets.
 //!
-//! [`Engine`] is one thread with an event loop; [`Group`] is a set of ranks that run collectives together. A call
+//! [`Engine`] is an event loop on one thread, or on as many as asked for (`PENSTOCK_IO_THREADS`); [`Group`] is a set of ranks that run collectives together. A call
 //! returns a [`Ticket`] at once; any number of operations may be in flight. The order of calls on a group is the
 //! contract between its ranks, as in MPI: the n-th collective on one rank meets the n-th on every other. [`Group::channel`] opens
 //! another order among the same ranks.
 //!
-//! Why one thread? The protocol's machine must see frames of a peer in order, reductions run at memory speed, and on the
-//! machines that matter one core moves more than the network does. A second thread would help where a host's link is faster
-//! than a core; it is deliberately absent until a measurement asks for it.
+//! Why one by default? The protocol's machine must see frames of a peer in order, so threads share a lock, and on most machines one
+//! core moves more than the network does (docs/design/threads.md).
 
 mod aggregated;
 mod buffers;

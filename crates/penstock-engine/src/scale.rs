@@ -80,7 +80,7 @@ const BLOCK_BYTES: usize = 1 << 20;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use penstock_plan::Topology;
+    use penstock_plan::Placement;
     use penstock_stream::fingerprint::{Fingerprint, Name};
     use penstock_types::Priority;
 
@@ -111,7 +111,7 @@ mod tests {
                     collective,
                     world: 1,
                     rank: 0,
-                    topology: Topology::one_host(1),
+                    placement: Placement::one_host(1),
                     bytes,
                     element_bytes: 4,
                     splits: None,

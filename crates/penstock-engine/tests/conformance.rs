@@ -200,7 +200,7 @@ const SIZES: [usize; 7] = [0, 1, 1001, 3001, 5000, 20_000, 700_003];
 /// All-reduce: every rank holds the sum of all, for every medium, world and size.
 #[test]
 fn all_reduce() {
-    for medium in MEDIA {
+    side_by_side(MEDIA, |medium| {
         for size in [1, 2, 3, 4, 7] {
             let world = world(size, medium);
             for len in SIZES {
@@ -216,13 +216,13 @@ fn all_reduce() {
                 }
             }
         }
-    }
+    });
 }
 
 /// Reduce-scatter and all-gather: every rank gets its chunk, every rank gets all chunks; inputs stay as they are.
 #[test]
 fn reduce_scatter_and_all_gather() {
-    for medium in MEDIA {
+    side_by_side(MEDIA, |medium| {
         for size in [1, 2, 3, 4] {
             let world = world(size, medium);
             for len in SIZES {
@@ -247,13 +247,13 @@ fn reduce_scatter_and_all_gather() {
                 assert!(outputs.iter().all(|output| *output == expected), "{medium:?}, {size} ranks, {len}");
             }
         }
-    }
+    });
 }
 
 /// Broadcast, reduce, gather and scatter, from and to every root; ranks that are not the root keep what they have.
 #[test]
 fn rooted() {
-    for medium in MEDIA {
+    side_by_side(MEDIA, |medium| {
         for size in [2, 3, 4] {
             let world = world(size, medium);
             for (len, root) in SIZES.into_iter().flat_map(|len| (0..size).map(move |root| (len, root))) {
@@ -290,13 +290,13 @@ fn rooted() {
                 assert!(outputs.concat() == whole, "scatter: {context}");
             }
         }
-    }
+    });
 }
 
 /// All-to-all with unequal parts, some of them empty.
 #[test]
 fn all_to_all() {
-    for medium in MEDIA {
+    side_by_side(MEDIA, |medium| {
         for size in [2, 3, 4] {
             let world = world(size, medium);
             for unit in [0, 1, 1001, 100_003] {
@@ -323,14 +323,14 @@ fn all_to_all() {
                 }
             }
         }
-    }
+    });
 }
 
 /// Ranks of an all-to-all that disagree on what passes between two of them both learn it at once, and which two: whether one
 /// side is empty or both are not, with short parts and long ones, whoever comes first.
 #[test]
 fn all_to_all_that_disagrees() {
-    for medium in MEDIA {
+    side_by_side(MEDIA, |medium| {
         for [sent, expected] in [[5, 0], [0, 5], [5, 6], [700_003, 0], [0, 700_003], [700_003, 700_002], [5, 700_003]] {
             for first in [0, 1] {
                 let world = world(3, medium);
@@ -367,7 +367,7 @@ fn all_to_all_that_disagrees() {
                 drop(world);
             }
         }
-    }
+    });
 }
 
 /// Beyond the eager credit a short message stays with its sender, whose operation stays open until the receiver has it, also one
@@ -375,9 +375,8 @@ fn all_to_all_that_disagrees() {
 #[test]
 fn short_messages_wait_for_credit() {
     let cases = [(2000usize, 1000usize, 100..400), (9000, 0, 8000..8193)];
-    for (medium, (count, len, on_credit)) in
-        MEDIA.into_iter().flat_map(|medium| cases.clone().map(|case| (medium, case)))
-    {
+    let cases = MEDIA.into_iter().flat_map(|medium| cases.clone().map(|case| (medium, case)));
+    side_by_side(cases, |(medium, (count, len, on_credit))| {
         let world = world(2, medium);
         let sent: Vec<_> = (0..count).map(|message| filled(message as u32, len)).collect();
         let send = |data: &Vec<u32>| {
@@ -402,13 +401,13 @@ fn short_messages_wait_for_credit() {
         }
         assert!(received == sent, "{medium:?}");
         assert!(memory() < 4 << 20, "{medium:?}: {} bytes", memory());
-    }
+    });
 }
 
 /// Two ranks that send to each other more than the credit before they receive are both named at the time-out.
 #[test]
 fn ranks_that_block_each_other_are_named() {
-    for medium in [MEDIA[1], Medium::Memory] {
+    side_by_side([MEDIA[1], Medium::Memory], |medium| {
         for (count, len) in [(400, 1000), (1, 700_003)] {
             let world = world(2, medium);
             let data = filled(0, len);
@@ -430,7 +429,7 @@ fn ranks_that_block_each_other_are_named() {
                 assert!(failure.message.contains("block each other"), "{medium:?}: {failure}");
             }
         }
-    }
+    });
 }
 
 /// Messages with tags meet by tag and order, whatever the order of posting; large ones wait for their receiver.
@@ -481,7 +480,7 @@ fn start(group: &Group, collective: Collective, tag: u32, buffer: &mut [u32]) ->
 /// the order of posting. Sizes are those below and above what is sent at once.
 #[test]
 fn receives_from_any_source() {
-    for medium in MEDIA {
+    side_by_side(MEDIA, |medium| {
         for seed in 0..if cfg!(debug_assertions) { 6 } else { 12 } {
             let mut random = fastrand::Rng::with_seed(seed);
             let size = random.u32(2..=4);
@@ -554,14 +553,14 @@ fn receives_from_any_source() {
                 *turn += 1;
             }
         }
-    }
+    });
 }
 
 /// A receive from any source takes what came first; what is posted behind it under its tag waits for its choice, and what is posted
 /// under another one does not.
 #[test]
 fn receives_take_turns() {
-    for medium in MEDIA {
+    side_by_side(MEDIA, |medium| {
         for len in [0, 1, 3001, 700_003] {
             let world = world(3, medium);
             let mut buffers: Vec<Vec<u32>> = (0..4).map(|_| vec![0; len]).collect();
@@ -592,13 +591,13 @@ fn receives_take_turns() {
             drop(world);
             assert!(buffers == [filled(1, len), filled(2, len), filled(0, len), filled(3, len)], "{medium:?}, {len}");
         }
-    }
+    });
 }
 
 /// A message that does not fit the receive from any source that takes it is a mismatch on both ranks, with what each of them has.
 #[test]
 fn any_source_that_disagrees() {
-    for medium in MEDIA {
+    side_by_side(MEDIA, |medium| {
         for (sent, expected) in [(10, 11), (300_000, 300_001), (10, 300_000), (300_000, 10), (0, 5), (5, 0)] {
             for posted_first in [false, true] {
                 let world = world(3, medium);
@@ -624,14 +623,14 @@ fn any_source_that_disagrees() {
                 let _ = wait(&send);
             }
         }
-    }
+    });
 }
 
 /// A receive from any source that gets no message ends at its time-out, or when the group fails, or is left, or when all others have
 /// left: with their last messages taken, and not before. What waits behind it ends with it.
 #[test]
 fn any_source_without_a_message() {
-    for medium in MEDIA {
+    side_by_side(MEDIA, |medium| {
         let post = |world: &World, buffers: &mut [Vec<u32>; 2]| {
             let [any, named] = buffers;
             [(ANY_SOURCE, any), (1, named)]
@@ -695,7 +694,7 @@ fn any_source_without_a_message() {
         }
         drop((patient, aborted, left));
         assert_eq!(buffers, [vec![7; 10], vec![7; 10]], "{medium:?}: a buffer was touched");
-    }
+    });
     let alone = world(1, Medium::Memory);
     let failure =
         wait(&start(&alone.groups[0], Collective::Recv { from: ANY_SOURCE }, 0, &mut [0])).expect_err("alone");
@@ -889,7 +888,7 @@ fn held_until_released() {
 /// that comes later does nothing. The hold counts: what is released late has only the rest of its time.
 #[test]
 fn held_for_too_long() {
-    for medium in MEDIA {
+    side_by_side(MEDIA, |medium| {
         let world = world(2, medium);
         let mut outputs: Vec<_> = (0..2).map(|rank| filled(rank, 10)).collect();
         let tickets: Vec<_> = outputs
@@ -917,7 +916,7 @@ fn held_for_too_long() {
         assert!(wait(&tickets[1]).expect_err("as above").to_string().contains("rank 0"));
         world.groups[0].release(&tickets[0]);
         assert_eq!(outputs[0], filled(0, 10), "{medium:?}: a buffer was touched that was never released");
-    }
+    });
     // Held for a part of its time, and then waiting for a rank that does not come: one time-out, not two.
     let world = world(2, Medium::Memory);
     let mut output = filled(0, 10);
@@ -1503,7 +1502,7 @@ fn a_rank_that_has_left_one_group_is_not_waited_for() {
 /// from memory at that moment, end in good order and in time.
 #[test]
 fn a_failed_group_does_not_hold_up_another() {
-    for medium in MEDIA {
+    side_by_side(MEDIA, |medium| {
         let world = world(2, medium);
         for turn in 0..40 {
             let (groups, tickets) = join(&world.engines, medium, |_| b"secret".to_vec());
@@ -1534,7 +1533,7 @@ fn a_failed_group_does_not_hold_up_another() {
             }
             groups.iter().for_each(Group::leave);
         }
-    }
+    });
 }
 
 /// Groups that come and go leave nothing behind but their ids, which are one range: with messages that nobody receives, more of
@@ -1590,7 +1589,7 @@ fn nothing_is_kept_of_groups_that_were_left() {
 /// What comes for a group that this rank never joins is held, and is let go of when its sender leaves that group.
 #[test]
 fn a_group_that_is_never_joined_is_forgotten() {
-    for medium in [MEDIA[1], Medium::Memory] {
+    side_by_side([MEDIA[1], Medium::Memory], |medium| {
         let world = world(2, medium);
         let members = contacts(&world.engines, medium);
         for id in 0..3 {
@@ -1611,7 +1610,7 @@ fn a_group_that_is_never_joined_is_forgotten() {
             let free = Held { groups: 1, ..Held::default() };
             until(&world, |now| now.iter().all(|held| Held { jobs: 0, closed_ranges: 0, ..*held } == free));
         }
-    }
+    });
 }
 
 /// Of the groups that are joined before any stream is up, the secret of one is kept, where the other rank connects with it.

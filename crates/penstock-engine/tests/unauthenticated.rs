@@ -3,7 +3,7 @@
 use penstock_engine::fingerprint::{Fingerprint, Name};
 use penstock_engine::plan::Collective;
 use penstock_engine::{Call, Config, Contact, Engine, Group, GroupSpec, Ticket};
-use penstock_stream::frame::{Channel, Direction, Kind, VERSION_MAJOR, VERSION_MINOR};
+use penstock_stream::frame::{Direction, Kind, NumberSpace, VERSION_MAJOR, VERSION_MINOR};
 use penstock_stream::handshake::{Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
 use penstock_stream::peer::{Body, Counts, Farewell, OpStatus, Outgoing, Peer, PeerConfig, Report, seal, verify};
 use penstock_stream::{Header, MessageKey};
@@ -155,7 +155,7 @@ fn half_a_frame_of_a_failed_group() {
         // SAFETY: the buffer outlives the wait below.
         let lost = unsafe { first.start(call(Collective::Send { to: 1 }, &mut tensor)) };
         let fingerprint = fingerprint(tensor.len());
-        peer.machine.grant(MessageKey { group: JOB, channel: TO_PEER, op: OpSeq(0), message: 0 }, 1000, fingerprint);
+        peer.machine.grant(MessageKey { group: JOB, space: TO_PEER, op: OpSeq(0), message: 0 }, 1000, fingerprint);
         peer.flush();
         let sent = || engine.stats().expect("it runs").peers[0].streams[0].1.sent_bytes;
         until(|| sent() > 100_000);
@@ -185,7 +185,7 @@ fn half_a_frame_of_a_failed_group() {
         // SAFETY: as above.
         let ticket = unsafe { second.start(call(Collective::Recv { from: 1 }, &mut result)) };
         peer.machine.send(Outgoing {
-            key: MessageKey { group: OTHER, channel: FROM_PEER, op: OpSeq(0), message: 0 },
+            key: MessageKey { group: OTHER, space: FROM_PEER, op: OpSeq(0), message: 0 },
             priority: Priority(0),
             fingerprint: self::fingerprint(10),
             coflow: 0,
@@ -237,7 +237,7 @@ fn half_a_farewell_of_a_failed_group() {
     // SAFETY: the buffer outlives the wait below.
     let ticket = unsafe { second.start(call(Collective::Recv { from: 1 }, &mut result)) };
     peer.machine.send(Outgoing {
-        key: MessageKey { group: OTHER, channel: FROM_PEER, op: OpSeq(0), message: 0 },
+        key: MessageKey { group: OTHER, space: FROM_PEER, op: OpSeq(0), message: 0 },
         priority: Priority(0),
         fingerprint: fingerprint(10),
         coflow: 0,
@@ -399,7 +399,7 @@ fn a_good_bye_follows_the_messages() {
     // SAFETY: the buffer outlives the wait.
     wait(&unsafe { group.start(call(Collective::Send { to: 1 }, &mut tensor)) }).expect("it is copied");
     engine.begin_stop(true);
-    let is_message = |header: &Header| header.kind == Kind::Data && header.key.channel == TO_PEER;
+    let is_message = |header: &Header| header.kind == Kind::Data && header.key.space == TO_PEER;
     // The peer says nothing of what comes, until the engine asks whether it lives.
     let mut has_come = false;
     loop {
@@ -459,7 +459,7 @@ fn what_was_announced_goes_with_its_rank() {
         let ticket = unsafe { group.start(reduce) };
         engine.stats().expect("it runs");
         let child = &mut children[announces - 1];
-        let key = MessageKey { group: JOB, channel: Channel::Collective(ChannelId::MAIN), op: OpSeq(1), message: 0 };
+        let key = MessageKey { group: JOB, space: NumberSpace::Collective(ChannelId::MAIN), op: OpSeq(1), message: 0 };
         let body = Body::Owned([1, 0, 0, 0].into());
         child.machine.send(Outgoing { key, priority: Priority(0), fingerprint, coflow: 0, body });
         child.machine.bye();
@@ -497,7 +497,7 @@ fn messages_that_the_end_of_their_group_has_overtaken() {
         peer.flush();
         let unknown = GroupId(OTHER.0 + 1);
         for group in [OTHER, unknown] {
-            let key = MessageKey { group, channel: FROM_PEER, op: OpSeq(0), message: 0 };
+            let key = MessageKey { group, space: FROM_PEER, op: OpSeq(0), message: 0 };
             let body = Body::Owned([7; 40].into());
             peer.machine.send(Outgoing { key, priority: Priority(0), fingerprint: fingerprint(10), coflow: 0, body });
             peer.machine.probe(key, fingerprint(10));
@@ -763,8 +763,8 @@ impl log::Log for Lines {
 /// A version of the protocol that the engine does not speak.
 const NEWER: u8 = VERSION_MAJOR + 1;
 /// The engine is rank 0 of its groups, the peer rank 1.
-const TO_PEER: Channel = Channel::PointToPoint { direction: Direction::Up, tag: 0 };
-const FROM_PEER: Channel = Channel::PointToPoint { direction: Direction::Down, tag: 0 };
+const TO_PEER: NumberSpace = NumberSpace::PointToPoint { direction: Direction::Up, tag: 0 };
+const FROM_PEER: NumberSpace = NumberSpace::PointToPoint { direction: Direction::Down, tag: 0 };
 const JOB: GroupId = GroupId(77);
 const OTHER: GroupId = GroupId(78);
 const NOW: Time = Time(0);

@@ -128,7 +128,7 @@ impl Claims {
     /// Whether a thread touches the memory of the operation that a key names. Messages with several ranks under one tag may count as
     /// one operation.
     pub(crate) fn touch(&self, op: &MessageKey) -> bool {
-        let is_of = |key: &MessageKey| (key.group, key.channel, key.op) == (op.group, op.channel, op.op);
+        let is_of = |key: &MessageKey| (key.group, key.space, key.op) == (op.group, op.space, op.op);
         self.of.iter().flatten().any(|claim| claim.keys().any(is_of))
     }
 

@@ -1,7 +1,7 @@
 //! Tests of `claims`.
 
 use super::*;
-use penstock_stream::frame::Channel;
+use penstock_stream::frame::NumberSpace;
 use penstock_types::{ChannelId, GroupId, OpSeq};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -16,8 +16,8 @@ impl Half for Told {
 }
 
 fn key(group: u64, op: u64) -> MessageKey {
-    let channel = Channel::Collective(ChannelId::MAIN);
-    MessageKey { group: GroupId(group), channel, op: OpSeq(op), message: 0 }
+    let space = NumberSpace::Collective(ChannelId::MAIN);
+    MessageKey { group: GroupId(group), space, op: OpSeq(op), message: 0 }
 }
 
 fn scope(group: u64) -> Scope {

@@ -91,9 +91,9 @@ impl Wake {
     }
 }
 
-impl Link {
-    fn new(contact: Contact) -> Link {
-        Link {
+impl Connections {
+    fn new(contact: Contact) -> Connections {
+        Connections {
             contact,
             job: None,
             connects: false,
@@ -122,7 +122,7 @@ pub struct Driver {
     sockets: HashMap<u64, Socket>,
     next_token: u64,
     peers: Peers,
-    links: Vec<Link>,
+    connections: Vec<Connections>,
     /// Peers that are gone, until no thread has a claim on a stream to them.
     gone: Vec<Gone>,
     /// When a shortage was logged last.
@@ -134,7 +134,7 @@ pub struct Driver {
 }
 
 /// State of the connections to one peer.
-struct Link {
+struct Connections {
     contact: Contact,
     job: Option<(GroupId, Vec<u8>)>,
     /// This side connects, the other one accepts.
@@ -222,7 +222,7 @@ impl Driver {
                 now: Time(0),
                 buffer_bytes: 0,
             },
-            links: Vec::new(),
+            connections: Vec::new(),
             gone: Vec::new(),
             complained: None,
             next_timers: Time(0),
@@ -285,7 +285,7 @@ impl Driver {
                         self.closed(handler, token, socket, &CloseReason::Stalled, now);
                     }
                 }
-                Event::Bye => self.links[peer as usize].said_bye = true,
+                Event::Bye => self.connections[peer as usize].said_bye = true,
                 event => handler.event(&mut self.peers, peer, event),
             }
         }

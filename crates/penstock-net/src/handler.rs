@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 pub type Use = Box<dyn FnOnce(&[u8]) + Send>;
 
 /// What is done without the lock.
-pub trait Job {
+pub trait Unlocked {
     /// Does it, once.
     fn run(&mut self);
 }
@@ -21,7 +21,7 @@ pub trait Job {
 /// What the event loop asks and tells. Its threads call by turns, under the loop's lock.
 pub trait Handler {
     /// A piece of what takes long.
-    type Task: Job;
+    type Task: Unlocked;
 
     /// A header has come on a stream of a peer. Says where its payload goes. A place must stay valid until the frame is handled or
     /// its group or channel is dropped ([`Peers::drop_all`]).
@@ -72,7 +72,7 @@ pub trait Handler {
     /// Something happened at a peer.
     fn event(&mut self, peers: &mut Peers, peer: PeerId, event: Event);
     /// A stream of the peer is up. `local`: on this host, in process `pid`.
-    fn linked(&mut self, peers: &mut Peers, peer: PeerId, local: bool, pid: u32, job: Option<GroupId>);
+    fn connected(&mut self, peers: &mut Peers, peer: PeerId, local: bool, pid: u32, job: Option<GroupId>);
     /// All connections to a peer are about to be closed, for a reason that the peer does not know: what it is told now leaves
     /// before, as far as a socket takes it at once.
     fn cut_off(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
@@ -126,7 +126,7 @@ pub enum Admission {
 /// The machines of all peers, and what the engine wants done with them.
 pub struct Peers {
     pub(crate) machines: Vec<Peer>,
-    /// Contacts of peers that the loop has not made links for yet.
+    /// Contacts of peers that the loop has no connections to yet.
     pub(crate) added: Vec<(PeerId, Contact)>,
     pub(crate) dirty: Vec<PeerId>,
     pub(crate) is_dirty: Vec<bool>,
@@ -221,7 +221,7 @@ impl Peers {
     }
 
     /// Starts connecting to a peer, for a job, with its secret. Nothing may be queued for it before
-    /// [`Handler::linked`].
+    /// [`Handler::connected`].
     pub fn connect(&mut self, peer: PeerId, job: GroupId, secret: Vec<u8>) {
         self.orders.push_back(Order::Connect(peer, job, secret));
     }

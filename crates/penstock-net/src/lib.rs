@@ -28,5 +28,5 @@ pub mod waker;
 pub use claims::Source;
 pub use contact::{Contact, Process};
 pub use driver::{Driver, Listen, Loop, Run, Settings, Wake};
-pub use handler::{Admission, Handler, Job, Peers, ThreadCounts, Use};
+pub use handler::{Admission, Handler, Peers, ThreadCounts, Unlocked, Use};
 pub use ptrace::Ptracer;

@@ -147,7 +147,7 @@ const OPTIONS: &[NodeOption] = &[
         name: "memory",
         value: Some("BYTES"),
         default: Some("2G"),
-        help: "Bytes of sums of all jobs together, such as 512M.",
+        help: "Bytes of sums of all jobs together, such as 512M. The default is what the machine has, if that is less.",
         roles: BOTH,
         read: |config, text| parse_bytes(text).map(|bytes| config.limits.memory_bytes = bytes),
     },

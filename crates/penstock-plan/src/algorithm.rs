@@ -25,7 +25,7 @@ pub enum Algorithm {
     /// A barrier in log2(n) rounds of notifications over doubling distances.
     Dissemination,
     /// All-reduce through servers, and aggregators on the way to them, that add what all ranks push
-    /// (`docs/design/aggregation.md`). Only where the topology has servers.
+    /// (`docs/design/aggregation.md`). Only where the placement has servers.
     Aggregated,
 }
 
@@ -43,7 +43,7 @@ impl Algorithm {
         Algorithm::Aggregated,
     ];
 
-    /// The algorithms that [`crate::steps`] has for a collective among ranks alone. Where the topology has servers, an
+    /// The algorithms that [`crate::steps`] has for a collective among ranks alone. Where the placement has servers, an
     /// all-reduce can also be [`Algorithm::Aggregated`].
     #[must_use]
     pub fn of(collective: Collective) -> &'static [Algorithm] {

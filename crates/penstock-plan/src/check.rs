@@ -26,7 +26,7 @@ use crate::{
 };
 
 /// What the transport can hold while a reduction waits for the rest of its messages: between ranks that share a host any
-/// message, since it is a reference; between hosts a message that is eager. [`Request::topology`] says which ranks share a
+/// message, since it is a reference; between hosts a message that is eager. [`Request::placement`] says which ranks share a
 /// host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rules {
@@ -115,7 +115,7 @@ fn check_shape(instance: &Instance<'_>, request: &Request, plans: &[Steps], rule
             // A message from another host waits for the other messages of its step, wherever they come from.
             let from_afar = |source: &Operand| match source {
                 Operand::Local(_) => false,
-                Operand::Message { from, .. } => !request.topology.share_host(*from, place.rank),
+                Operand::Message { from, .. } => !request.placement.share_host(*from, place.rank),
             };
             let held = instance.takes.len() > 1 && sources.iter().any(from_afar);
             if held && dst.len > rules.eager_limit_bytes {
@@ -634,7 +634,7 @@ fn check_wire_bytes(requests: &[Request], algorithm: Algorithm, instances: &[Ins
             moved[*to as usize].received += instance.bytes;
         };
         add(&mut moved);
-        if !requests[from as usize].topology.share_host(from, *to) {
+        if !requests[from as usize].placement.share_host(from, *to) {
             add(&mut crossing);
         }
     }

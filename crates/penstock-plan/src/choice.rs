@@ -52,15 +52,15 @@ impl Default for Thresholds {
     }
 }
 
-/// Chooses an algorithm for a request, by its size and topology, and says why. Pure, and blind to [`Request::rank`] and
+/// Chooses an algorithm for a request, by its size and placement, and says why. Pure, and blind to [`Request::rank`] and
 /// [`Request::splits`]: all ranks of a group choose alike.
 ///
 /// Where some ranks share a host and others do not, the rules of the wire hold, but for large all-reduces, which are
 /// hierarchical: of all algorithms that one puts the fewest bytes on a host's link.
 #[must_use]
 pub fn choose(request: &Request, thresholds: &Thresholds) -> (Algorithm, String) {
-    let Request { collective, world, ref topology, bytes, .. } = *request;
-    let medium = topology.medium();
+    let Request { collective, world, ref placement, bytes, .. } = *request;
+    let medium = placement.medium();
     let others = u64::from(world.max(1) - 1);
     let chunk = bytes.div_ceil(u64::from(world.max(1)));
     // What one rank may be sent at once, to be held until it reduces all of it in one step.
@@ -84,7 +84,7 @@ pub fn choose(request: &Request, thresholds: &Thresholds) -> (Algorithm, String)
         }
         // Against a ring it has fewer hops and fewer bytes, so only the hops of halving-doubling are to be compared.
         (Collective::AllReduce, Medium::Wire)
-            if topology.is_mixed()
+            if placement.is_mixed()
                 && (chunk > thresholds.latency_chunk_bytes
                     || latency(request, Algorithm::Hierarchical) <= latency(request, Algorithm::HalvingDoubling)) =>
         {
@@ -133,7 +133,7 @@ pub fn choose(request: &Request, thresholds: &Thresholds) -> (Algorithm, String)
     let reason = format!(
         "{} of {bytes} bytes, {world} ranks on {} hosts: {algorithm} ({why})",
         collective.name(),
-        topology.host_count()
+        placement.host_count()
     );
     (algorithm, reason)
 }
@@ -160,14 +160,14 @@ pub const EAGER_LIMIT_BYTES: u64 = 32 << 10;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Topology;
+    use crate::Placement;
 
-    fn chosen(collective: Collective, bytes: u64, topology: &Topology) -> Algorithm {
+    fn chosen(collective: Collective, bytes: u64, placement: &Placement) -> Algorithm {
         let request = Request {
             collective,
-            world: topology.world(),
+            world: placement.world(),
             rank: 0,
-            topology: topology.clone(),
+            placement: placement.clone(),
             bytes,
             element_bytes: 4,
             splits: None,
@@ -179,7 +179,7 @@ mod tests {
     /// Each threshold, from both sides.
     #[test]
     fn thresholds_from_both_sides() {
-        let all_reduce = |bytes, world| chosen(Collective::AllReduce, bytes, &Topology::separate_hosts(world));
+        let all_reduce = |bytes, world| chosen(Collective::AllReduce, bytes, &Placement::separate_hosts(world));
         assert_eq!(all_reduce(32 << 10, 2), Algorithm::Exchange);
         assert_eq!(all_reduce((32 << 10) + 4, 2), Algorithm::Ring);
         assert_eq!(all_reduce(64 << 10, 4), Algorithm::HalvingDoubling);
@@ -190,10 +190,10 @@ mod tests {
         assert_eq!(all_reduce((8 << 10) + 4, 9), Algorithm::HalvingDoubling);
         assert_eq!(all_reduce(144 << 10, 9), Algorithm::HalvingDoubling);
         assert_eq!(all_reduce((144 << 10) + 4, 9), Algorithm::Ring);
-        let broadcast = |bytes| chosen(Collective::Broadcast { root: 0 }, bytes, &Topology::separate_hosts(4));
+        let broadcast = |bytes| chosen(Collective::Broadcast { root: 0 }, bytes, &Placement::separate_hosts(4));
         assert_eq!(broadcast(64 << 10), Algorithm::Tree);
         assert_eq!(broadcast((64 << 10) + 4), Algorithm::Ring);
-        let scatter = |bytes| chosen(Collective::ReduceScatter, bytes, &Topology::separate_hosts(2));
+        let scatter = |bytes| chosen(Collective::ReduceScatter, bytes, &Placement::separate_hosts(2));
         assert_eq!(scatter(64 << 10), Algorithm::Direct);
         assert_eq!(scatter((64 << 10) + 8), Algorithm::Ring);
     }
@@ -201,17 +201,17 @@ mod tests {
     /// One rank on another host takes the group out of memory.
     #[test]
     fn the_slowest_pair_decides() {
-        let large = |topology: &Topology| chosen(Collective::AllReduce, 64 << 20, topology);
-        assert_eq!(large(&Topology::one_host(4)), Algorithm::Direct);
-        assert_eq!(large(&Topology::new(&[7, 7, 7, 3])), Algorithm::Hierarchical);
-        assert_eq!(large(&Topology::separate_hosts(4)), Algorithm::Ring);
+        let large = |placement: &Placement| chosen(Collective::AllReduce, 64 << 20, placement);
+        assert_eq!(large(&Placement::one_host(4)), Algorithm::Direct);
+        assert_eq!(large(&Placement::new(&[7, 7, 7, 3])), Algorithm::Hierarchical);
+        assert_eq!(large(&Placement::separate_hosts(4)), Algorithm::Ring);
     }
 
     /// With few hosts, hierarchical from where one round does not do; with many, where its hops count no more. Only for
     /// all-reduce, and only where ranks share hosts.
     #[test]
     fn hierarchical_from_both_sides() {
-        let in_pairs = |hosts: u32| Topology::new(&(0..2 * hosts).map(|rank| rank / 2).collect::<Vec<u32>>());
+        let in_pairs = |hosts: u32| Placement::new(&(0..2 * hosts).map(|rank| rank / 2).collect::<Vec<u32>>());
         let all_reduce = |bytes, hosts| chosen(Collective::AllReduce, bytes, &in_pairs(hosts));
         assert_eq!(all_reduce(21 << 10, 2), Algorithm::Exchange);
         assert_eq!(all_reduce(22 << 10, 2), Algorithm::Hierarchical);

@@ -1,6 +1,6 @@
 //! Collectives as data.
 //!
-//! Everything here is a pure function of (world size, rank, topology, sizes, algorithm): no clock, no socket, no thread.
+//! Everything here is a pure function of (world size, rank, placement, sizes, algorithm): no clock, no socket, no thread.
 //!
 //! ```text
 //!   Request ──> choose() ──> Algorithm ──> steps() ──> Steps      the engine runs them, execute() runs them in memory
@@ -26,11 +26,11 @@ mod collective;
 pub mod execute;
 mod instances;
 mod partition;
+mod placement;
 mod planner;
 mod promise;
 mod request;
 mod steps;
-mod topology;
 mod traffic;
 mod violation;
 
@@ -38,9 +38,9 @@ pub use algorithm::{Algorithm, UnknownAlgorithm};
 pub use build::{SCRATCH_SEGMENTS, steps};
 pub use choice::{EAGER_LIMIT_BYTES, Thresholds, choose, segment_bytes};
 pub use collective::Collective;
+pub use placement::{Medium, Placement};
 pub use planner::Planner;
 pub use promise::{Order, WireBytes, crossing_bytes, hops, order, wire_bytes};
 pub use request::{PlanError, Request, Splits};
 pub use steps::{Action, Buf, Dep, Operand, Slice, Step, Steps};
-pub use topology::{Medium, Topology};
 pub use traffic::traffic;

@@ -1,6 +1,6 @@
 //! How bytes and ranks are divided. The builders and the promises that the checker proves share this.
 
-use crate::{Algorithm, Topology};
+use crate::{Algorithm, Placement};
 
 /// A tensor cut into one chunk a rank.
 #[derive(Clone, Copy, Debug)]
@@ -47,8 +47,8 @@ impl Chunks {
 
 /// The range of a tensor that each server adds, as (start, length): in the order of the servers, by weight, cut at whole
 /// cache lines. Small tensors leave some empty.
-pub(crate) fn shares(topology: &Topology, bytes: u64) -> Vec<(u64, u64)> {
-    let weights = topology.servers();
+pub(crate) fn shares(placement: &Placement, bytes: u64) -> Vec<(u64, u64)> {
+    let weights = placement.servers();
     let total: u128 = weights.iter().map(|weight| u128::from(*weight)).sum();
     let lines = bytes.div_ceil(LINE_BYTES);
     let (mut seen, mut start) = (0u128, 0);
@@ -71,15 +71,15 @@ pub(crate) struct Ring {
 impl Ring {
     /// Host after host, in rank order within each: the ring enters and leaves every host once, wherever a launcher has
     /// put the ranks. Where those of a host follow each other, as with torchrun, it is the rank order.
-    pub(crate) fn by_host(topology: &Topology) -> Ring {
-        Ring { ranks: (0..topology.host_count()).flat_map(|host| topology.members(host)).collect() }
+    pub(crate) fn by_host(placement: &Placement) -> Ring {
+        Ring { ranks: (0..placement.host_count()).flat_map(|host| placement.members(host)).collect() }
     }
 
     /// The order in which a collective numbers the ranks, its root first: chains by host, trees and stars by rank.
-    pub(crate) fn from_root(root: u32, topology: &Topology, algorithm: Algorithm) -> Ring {
+    pub(crate) fn from_root(root: u32, placement: &Placement, algorithm: Algorithm) -> Ring {
         let mut ring = match algorithm {
-            Algorithm::Ring => Ring::by_host(topology),
-            _ => Ring { ranks: (0..topology.world()).collect() },
+            Algorithm::Ring => Ring::by_host(placement),
+            _ => Ring { ranks: (0..placement.world()).collect() },
         };
         let first = ring.place(root) as usize;
         ring.ranks.rotate_left(first);
@@ -116,8 +116,8 @@ pub(crate) struct Hierarchy {
 }
 
 impl Hierarchy {
-    pub(crate) fn of(topology: &Topology, bytes: u64) -> Hierarchy {
-        let members: Vec<Vec<u32>> = (0..topology.host_count()).map(|host| topology.members(host)).collect();
+    pub(crate) fn of(placement: &Placement, bytes: u64) -> Hierarchy {
+        let members: Vec<Vec<u32>> = (0..placement.host_count()).map(|host| placement.members(host)).collect();
         let counts = || members.iter().map(|members| members.len() as u32);
         let shares = counts().max().unwrap_or(0).min(MAX_SHARES_OF_AN_OWNER * counts().min().unwrap_or(0));
         Hierarchy { members, shares, bytes }

@@ -51,14 +51,14 @@ impl Planner {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Collective, Topology};
+    use crate::{Collective, Placement};
 
     fn request(bytes: u64) -> Request {
         Request {
             collective: Collective::AllReduce,
             world: 4,
             rank: 1,
-            topology: Topology::separate_hosts(4),
+            placement: Placement::separate_hosts(4),
             bytes,
             element_bytes: 4,
             splits: None,
@@ -79,12 +79,12 @@ mod tests {
         assert!(!Arc::ptr_eq(&second, &planner.steps(&request(4096), Algorithm::Direct).unwrap()));
     }
 
-    /// Groups of a process may have as many ranks on other hosts: each topology has its plan.
+    /// Groups of a process may have as many ranks on other hosts: each placement has its plan.
     #[test]
-    fn remembers_topologies_apart() {
+    fn remembers_placements_apart() {
         let mut planner = Planner::default();
         let mut on = |hosts: &[u32]| {
-            let request = Request { topology: Topology::new(hosts), ..request(4096) };
+            let request = Request { placement: Placement::new(hosts), ..request(4096) };
             planner.steps(&request, Algorithm::Hierarchical).unwrap()
         };
         let blocks = on(&[0, 0, 1, 1]);

@@ -30,7 +30,7 @@ pub fn wire_bytes(request: &Request, algorithm: Algorithm) -> Result<WireBytes, 
     Ok(match collective {
         Collective::AllReduce => match algorithm {
             Algorithm::Ring => {
-                lap_bytes(&Chunks::nearly_equal(bytes, n), bytes, Ring::by_host(&request.topology).place(r))
+                lap_bytes(&Chunks::nearly_equal(bytes, n), bytes, Ring::by_host(&request.placement).place(r))
             }
             Algorithm::Direct => {
                 let own = Chunks::nearly_equal(bytes, n).at(r).1;
@@ -39,8 +39,8 @@ pub fn wire_bytes(request: &Request, algorithm: Algorithm) -> Result<WireBytes, 
             Algorithm::Exchange => both(others * bytes),
             Algorithm::Aggregated => both(bytes),
             Algorithm::Hierarchical => {
-                let division = Hierarchy::of(&request.topology, bytes);
-                let host = request.topology.host(r);
+                let division = Hierarchy::of(&request.placement, bytes);
+                let host = request.placement.host(r);
                 let neighbours = division.members(host).len() as u64 - 1;
                 let mut moved = crossing_bytes(request, algorithm)?.expect("it is promised");
                 for share in division.shares() {
@@ -62,12 +62,12 @@ pub fn wire_bytes(request: &Request, algorithm: Algorithm) -> Result<WireBytes, 
         },
         Collective::ReduceScatter | Collective::AllGather => both(others * (bytes / u64::from(n))),
         Collective::Broadcast { root } => {
-            let v = Ring::from_root(root, &request.topology, algorithm).place(r);
+            let v = Ring::from_root(root, &request.placement, algorithm).place(r);
             let Relatives { parent, children } = relatives(n, v, algorithm);
             WireBytes { sent: children.len() as u64 * bytes, received: if parent.is_some() { bytes } else { 0 } }
         }
         Collective::Reduce { root } => {
-            let v = Ring::from_root(root, &request.topology, algorithm).place(r);
+            let v = Ring::from_root(root, &request.placement, algorithm).place(r);
             let Relatives { parent, children } = relatives(n, v, algorithm);
             WireBytes { sent: if parent.is_some() { bytes } else { 0 }, received: children.len() as u64 * bytes }
         }
@@ -93,21 +93,21 @@ pub fn wire_bytes(request: &Request, algorithm: Algorithm) -> Result<WireBytes, 
 /// As [`wire_bytes`].
 pub fn crossing_bytes(request: &Request, algorithm: Algorithm) -> Result<Option<WireBytes>, PlanError> {
     check_offered(request, algorithm)?;
-    let Request { collective, world: n, rank: r, ref topology, bytes, .. } = *request;
+    let Request { collective, world: n, rank: r, ref placement, bytes, .. } = *request;
     match (collective, algorithm) {
         (Collective::AllReduce | Collective::ReduceScatter | Collective::AllGather, Algorithm::Ring) => {
             let moved = wire_bytes(request, algorithm)?;
-            let ring = Ring::by_host(topology);
+            let ring = Ring::by_host(placement);
             let place = ring.place(r);
-            let over = |other: u32, bytes: u64| if topology.share_host(r, other) { 0 } else { bytes };
+            let over = |other: u32, bytes: u64| if placement.share_host(r, other) { 0 } else { bytes };
             Ok(Some(WireBytes {
                 sent: over(ring.rank(place + 1), moved.sent),
                 received: over(ring.rank(place + n - 1), moved.received),
             }))
         }
         (Collective::AllReduce, Algorithm::Hierarchical) => {
-            let division = Hierarchy::of(topology, bytes);
-            let host = topology.host(r);
+            let division = Hierarchy::of(placement, bytes);
+            let host = placement.host(r);
             let mut moved = WireBytes::default();
             for share in division.shares().filter(|&share| division.owner(host, share) == r) {
                 let lap = lap_bytes(&division.chunks(share), division.share(share).1, host);
@@ -149,7 +149,7 @@ pub(crate) fn latency(request: &Request, algorithm: Algorithm) -> u32 {
         (Collective::AllReduce, Algorithm::Direct | Algorithm::Aggregated) => 2,
         (Collective::AllReduce, Algorithm::Hierarchical) => {
             // A chunk starts at one host and ends at the host two before it: one hop more in each that has neighbours.
-            let division = Hierarchy::of(&request.topology, request.bytes);
+            let division = Hierarchy::of(&request.placement, request.bytes);
             let hosts = division.hosts();
             let within = |host: u32| u32::from(division.members(host).len() > 1);
             let hops = (0..hosts).map(|host| within(host) + 2 * (hosts - 1) + within(host + 2 * (hosts - 1)));
@@ -189,7 +189,7 @@ pub fn order(request: &Request, algorithm: Algorithm) -> Result<Vec<(u64, u64, O
     };
     let whole = |order: Order| vec![(0, bytes, order)];
     let all_at_once = || Order::Reduce((0..n).map(Order::Rank).collect());
-    let ring = Ring::by_host(&request.topology);
+    let ring = Ring::by_host(&request.placement);
     Ok(match (collective, algorithm) {
         (Collective::AllReduce, Algorithm::Ring) => {
             let chunks = Chunks::nearly_equal(bytes, n);
@@ -197,7 +197,7 @@ pub fn order(request: &Request, algorithm: Algorithm) -> Result<Vec<(u64, u64, O
             (0..n).map(|chunk| (chunks.at(chunk).0, chunks.at(chunk).1, order(chunk))).collect()
         }
         (Collective::AllReduce, Algorithm::Hierarchical) => {
-            let division = Hierarchy::of(&request.topology, bytes);
+            let division = Hierarchy::of(&request.placement, bytes);
             let hosts = division.hosts();
             let within = |host: u32| match division.members(host) {
                 [rank] => Order::Rank(*rank),
@@ -243,7 +243,7 @@ pub fn order(request: &Request, algorithm: Algorithm) -> Result<Vec<(u64, u64, O
                     Order::Reduce(vec![partial, of_subtree(n, from_root, child, algorithm)])
                 })
             }
-            whole(of_subtree(n, &Ring::from_root(root, &request.topology, algorithm), 0, algorithm))
+            whole(of_subtree(n, &Ring::from_root(root, &request.placement, algorithm), 0, algorithm))
         }
         _ => whole(all_at_once()),
     })

@@ -1,6 +1,6 @@
 //! A request for a plan: [`Request`], and why it has none: [`PlanError`].
 
-use crate::{Algorithm, Collective, Topology};
+use crate::{Algorithm, Collective, Placement};
 
 /// How an all-to-all with unequal parts cuts this rank's buffers, in bytes. Part `p` of `input` goes to rank `p`; part
 /// `p` of `output` comes from rank `p`; the parts lie one after the other in rank order.
@@ -23,7 +23,7 @@ pub struct Request {
     /// This rank.
     pub rank: u32,
     /// Which ranks share a host.
-    pub topology: Topology,
+    pub placement: Placement,
     /// How much, by the collective:
     ///
     /// | collective | `bytes` | input buffer | output buffer |
@@ -85,8 +85,8 @@ impl Request {
         if rank >= world {
             return Err(PlanError::Rank { rank, world });
         }
-        if self.topology.world() != world {
-            return Err(PlanError::Topology { hosts_of: self.topology.world(), world });
+        if self.placement.world() != world {
+            return Err(PlanError::Placement { hosts_of: self.placement.world(), world });
         }
         if let Some(named) = collective.named_rank() {
             if named >= world {
@@ -136,7 +136,7 @@ impl Algorithm {
     /// Whether it does what is asked for.
     pub(crate) fn is_for(self, request: &Request) -> bool {
         let aggregated = self == Algorithm::Aggregated && request.collective == Collective::AllReduce;
-        Algorithm::of(request.collective).contains(&self) || aggregated && !request.topology.servers().is_empty()
+        Algorithm::of(request.collective).contains(&self) || aggregated && !request.placement.servers().is_empty()
     }
 }
 
@@ -161,10 +161,10 @@ pub enum PlanError {
         /// Ranks in the group.
         world: u32,
     },
-    /// The topology has another number of ranks.
-    #[error("a topology of {hosts_of} ranks for a group of {world}")]
-    Topology {
-        /// Ranks in the topology.
+    /// The placement has another number of ranks.
+    #[error("a placement of {hosts_of} ranks for a group of {world}")]
+    Placement {
+        /// Ranks in the placement.
         hosts_of: u32,
         /// Ranks in the group.
         world: u32,
@@ -231,7 +231,7 @@ mod tests {
             collective: Collective::AllReduce,
             world: 4,
             rank: 3,
-            topology: Topology::separate_hosts(4),
+            placement: Placement::separate_hosts(4),
             bytes: 4096,
             element_bytes: 4,
             splits: None,
@@ -250,7 +250,7 @@ mod tests {
         let not_for = refusal(good(), Algorithm::Tree);
         assert!(not_for.contains("tree") && not_for.contains("ring, halving-doubling"), "{not_for}");
         assert!(refusal(Request { rank: 4, ..good() }, Algorithm::Ring).contains("rank 4"));
-        assert!(refusal(Request { topology: Topology::one_host(3), ..good() }, Algorithm::Ring).contains("3 ranks"));
+        assert!(refusal(Request { placement: Placement::one_host(3), ..good() }, Algorithm::Ring).contains("3 ranks"));
         assert!(refusal(Request { world: 0, rank: 0, ..good() }, Algorithm::Ring).contains("rank 0"));
         let broadcast = Request { collective: Collective::Broadcast { root: 9 }, ..good() };
         assert!(refusal(broadcast, Algorithm::Tree).contains("rank 9"));

@@ -133,7 +133,7 @@ pub enum Action {
     },
     /// Sends the bytes of `src` to a server, which adds what all ranks push as instance `s` of the same server.
     Push {
-        /// The server's index in [`crate::Topology::servers`].
+        /// The server's index in [`crate::Placement::servers`].
         server: u32,
         /// The bytes. They must stay as they are until the matching `Pull` has its result: they may be sent again.
         src: Slice,

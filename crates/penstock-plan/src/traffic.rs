@@ -1,6 +1,6 @@
 //! The bytes between ranks: [`traffic`].
 
-use crate::{Collective, PlanError, Request, Thresholds, Topology, choose, segment_bytes, steps};
+use crate::{Collective, Placement, PlanError, Request, Thresholds, choose, segment_bytes, steps};
 
 /// The payload bytes that each of `world` ranks, every one on a host of its own, sends to each rank in one operation. Entry
 /// `[a][b]` goes from `a` to `b`. `bytes` is [`Request::bytes`].
@@ -12,15 +12,15 @@ use crate::{Collective, PlanError, Request, Thresholds, Topology, choose, segmen
 ///
 /// Cost: makes the plans of all ranks, some microseconds for each step.
 pub fn traffic(collective: Collective, world: u32, bytes: u64) -> Result<Vec<Vec<u64>>, PlanError> {
-    let topology = Topology::separate_hosts(world);
+    let placement = Placement::separate_hosts(world);
     let thresholds = Thresholds::default();
     let only_large =
         Thresholds { exchange_bytes: 0, doubling_bytes: 0, latency_chunk_bytes: 0, tree_bytes: 0, ..thresholds };
-    let segment_bytes = segment_bytes(collective, topology.medium(), world, bytes, &thresholds);
+    let segment_bytes = segment_bytes(collective, placement.medium(), world, bytes, &thresholds);
     let sent = |rank| {
-        let topology = topology.clone();
+        let placement = placement.clone();
         let request =
-            Request { collective, world, rank, topology, bytes, element_bytes: 1, splits: None, segment_bytes };
+            Request { collective, world, rank, placement, bytes, element_bytes: 1, splits: None, segment_bytes };
         let (algorithm, _) = choose(&request, &only_large);
         Ok(steps(&request, algorithm)?.sent_bytes(world))
     };

@@ -10,7 +10,7 @@ mod common;
 use std::collections::{BTreeMap, BTreeSet};
 
 use common::{Case, SEGMENT_BYTES};
-use penstock_plan::{Action, Algorithm, Buf, Collective, Dep, Operand, Slice, Step, Steps, Topology};
+use penstock_plan::{Action, Algorithm, Buf, Collective, Dep, Operand, Placement, Slice, Step, Steps};
 
 /// All single mistakes in all algorithms, in groups small enough to try each.
 #[test]
@@ -65,15 +65,15 @@ fn bases() -> Vec<Case> {
     for (hosts, bytes) in
         [(&[0, 1, 0, 1][..], 4 * 2 * seg - 12), (&[0, 1, 1], 4 * seg - 12), (&[0, 1, 2, 0], 6 * seg - 12)]
     {
-        let topology = Topology::new(hosts);
-        bases.push(Case::on(&topology, Collective::AllReduce, Algorithm::Hierarchical, bytes, 4));
+        let placement = Placement::new(hosts);
+        bases.push(Case::on(&placement, Collective::AllReduce, Algorithm::Hierarchical, bytes, 4));
     }
     // Two servers, of which one has a third.
     for world in [2, 3] {
-        let topology = Topology::separate_hosts(world).with_servers(&[1, 2]);
-        bases.push(Case::on(&topology, Collective::AllReduce, Algorithm::Aggregated, 6 * seg - 12, 4));
+        let placement = Placement::separate_hosts(world).with_servers(&[1, 2]);
+        bases.push(Case::on(&placement, Collective::AllReduce, Algorithm::Aggregated, 6 * seg - 12, 4));
     }
-    bases.push(Case::on(&Topology::new(&[0, 1, 0]), Collective::AllReduce, Algorithm::Ring, 6 * seg - 12, 4));
+    bases.push(Case::on(&Placement::new(&[0, 1, 0]), Collective::AllReduce, Algorithm::Ring, 6 * seg - 12, 4));
     for algorithm in [Algorithm::Ring, Algorithm::Direct] {
         bases.push(Case::new(Collective::ReduceScatter, algorithm, 4, 4 * (2 * seg - 12), 4));
         bases.push(Case::new(Collective::AllGather, algorithm, 3, 3 * (2 * seg - 12), 4));

@@ -2,9 +2,9 @@
 
 mod common;
 
-use common::{Case, SEGMENT_BYTES, cases, cases_on_hosts, topologies};
+use common::{Case, SEGMENT_BYTES, cases, cases_on_hosts, placements};
 use penstock_plan::{
-    Algorithm, Collective, Request, SCRATCH_SEGMENTS, Thresholds, Topology,
+    Algorithm, Collective, Placement, Request, SCRATCH_SEGMENTS, Thresholds,
     check::{Report, Rules, Violation, check},
     choose, crossing_bytes, hops, order, segment_bytes, steps,
 };
@@ -54,28 +54,28 @@ fn any_ranks_on_any_hosts() {
 #[test]
 fn links_carry_what_hosts_lack() {
     for world in WORLDS {
-        for topology in topologies(world) {
+        for placement in placements(world) {
             // Divides into any number of shares, and these into any number of chunks: 720720 divides by 1 to 16.
             let bytes = 64 * 720_720 * 720_720;
-            let hosts = topology.host_count();
+            let hosts = placement.host_count();
             let link = |algorithm: Algorithm, host: u32| {
-                let case = Case::on(&topology, Collective::AllReduce, algorithm, bytes, 4);
+                let case = Case::on(&placement, Collective::AllReduce, algorithm, bytes, 4);
                 let moved = |rank: u32| crossing_bytes(&case.requests[rank as usize], algorithm).unwrap().unwrap();
-                let members = topology.members(host);
-                let equal = (0..hosts).all(|other| topology.members(other).len() == members.len());
+                let members = placement.members(host);
+                let equal = (0..hosts).all(|other| placement.members(other).len() == members.len());
                 let most = members.iter().map(|&rank| moved(rank).sent).max().unwrap();
                 let sent: u64 = members.iter().map(|&rank| moved(rank).sent).sum();
                 let received: u64 = members.iter().map(|&rank| moved(rank).received).sum();
-                assert_eq!(sent, received, "{topology:?}");
+                assert_eq!(sent, received, "{placement:?}");
                 let spread = algorithm == Algorithm::Ring || !equal || most * members.len() as u64 == sent;
-                assert!(spread, "{most} of {sent} by one rank: {topology:?}");
+                assert!(spread, "{most} of {sent} by one rank: {placement:?}");
                 sent
             };
             for host in 0..hosts {
                 let least = 2 * bytes / u64::from(hosts) * u64::from(hosts - 1);
-                assert_eq!(link(Algorithm::Hierarchical, host), least, "{topology:?}");
+                assert_eq!(link(Algorithm::Hierarchical, host), least, "{placement:?}");
                 let ring = if hosts == 1 { 0 } else { 2 * bytes / u64::from(world) * u64::from(world - 1) };
-                assert_eq!(link(Algorithm::Ring, host), ring, "{topology:?}");
+                assert_eq!(link(Algorithm::Ring, host), ring, "{placement:?}");
             }
         }
     }
@@ -85,10 +85,10 @@ fn links_carry_what_hosts_lack() {
 #[test]
 fn hierarchies_of_one_level_add_in_known_orders() {
     for world in 2..9 {
-        let orders = |topology: &Topology, algorithm| {
-            order(&Case::on(topology, Collective::AllReduce, algorithm, 4000, 4).requests[0], algorithm).unwrap()
+        let orders = |placement: &Placement, algorithm| {
+            order(&Case::on(placement, Collective::AllReduce, algorithm, 4000, 4).requests[0], algorithm).unwrap()
         };
-        let (together, apart) = (Topology::one_host(world), Topology::separate_hosts(world));
+        let (together, apart) = (Placement::one_host(world), Placement::separate_hosts(world));
         assert_eq!(orders(&apart, Algorithm::Hierarchical), orders(&apart, Algorithm::Ring));
         let direct = &orders(&together, Algorithm::Direct)[0].2;
         assert!(orders(&together, Algorithm::Hierarchical).iter().all(|(_, _, order)| order == direct));
@@ -100,7 +100,7 @@ fn hierarchies_of_one_level_add_in_known_orders() {
 #[test]
 fn ranks_that_disagree_on_hosts_are_refused() {
     let case = |hosts: &[u32]| {
-        Case::on(&Topology::new(hosts), Collective::AllReduce, Algorithm::Hierarchical, 40 * SEGMENT_BYTES, 4)
+        Case::on(&Placement::new(hosts), Collective::AllReduce, Algorithm::Hierarchical, 40 * SEGMENT_BYTES, 4)
     };
     let blocks = case(&[0, 0, 0, 1, 1, 1]);
     blocks.check(&blocks.plans()).unwrap();
@@ -113,7 +113,7 @@ fn ranks_that_disagree_on_hosts_are_refused() {
         let mut plans = blocks.plans();
         plans[rank] = turns.plans()[rank].clone();
         let mixed = blocks.check(&plans);
-        assert!(mixed.is_err(), "rank {rank} runs the plan of another topology");
+        assert!(mixed.is_err(), "rank {rank} runs the plan of another placement");
     }
 }
 
@@ -177,17 +177,17 @@ fn the_wire_holds_eager_messages_only() {
     ] {
         let parts = if collective == Collective::ReduceScatter { 3 } else { 1 };
         let rules = Rules { eager_limit_bytes: 4 * SEGMENT_BYTES };
-        let outcome = |topology: &Topology, message: u64| {
-            let case = Case::on(topology, collective, algorithm, message * parts, 4);
+        let outcome = |placement: &Placement, message: u64| {
+            let case = Case::on(placement, collective, algorithm, message * parts, 4);
             check(&case.requests, algorithm, &case.plans(), &rules)
         };
         // One rank elsewhere is enough.
-        for topology in [Topology::separate_hosts(3), Topology::new(&[0, 0, 1])] {
-            outcome(&topology, 4 * SEGMENT_BYTES).unwrap();
-            let longer = outcome(&topology, 5 * SEGMENT_BYTES);
-            assert!(matches!(longer, Err(Violation::Hold { .. })), "{collective:?} on {topology:?}");
+        for placement in [Placement::separate_hosts(3), Placement::new(&[0, 0, 1])] {
+            outcome(&placement, 4 * SEGMENT_BYTES).unwrap();
+            let longer = outcome(&placement, 5 * SEGMENT_BYTES);
+            assert!(matches!(longer, Err(Violation::Hold { .. })), "{collective:?} on {placement:?}");
         }
-        outcome(&Topology::one_host(3), 5 * SEGMENT_BYTES).unwrap();
+        outcome(&Placement::one_host(3), 5 * SEGMENT_BYTES).unwrap();
     }
 }
 
@@ -196,8 +196,8 @@ fn the_wire_holds_eager_messages_only() {
 #[test]
 fn plans_do_not_grow_with_bytes() {
     for case in cases(16, &[256 << 10], 4).into_iter().chain(cases_on_hosts(16, &[256 << 10], 4)) {
-        let topology = &case.requests[0].topology;
-        let ranks = || (0..topology.host_count()).map(|host| topology.members(host).len());
+        let placement = &case.requests[0].placement;
+        let ranks = || (0..placement.host_count()).map(|host| placement.members(host).len());
         let is_even = ranks().max() == ranks().min() || case.algorithm != Algorithm::Hierarchical;
         let most = if is_even { 5 * 16 } else { 16 * 16 };
         for request in &case.requests {
@@ -238,11 +238,11 @@ proptest! {
     ) {
         let world = hosts.len() as u32;
         let bytes = (odd % (1 << exponent)).next_multiple_of(u64::from(world * element_bytes));
-        let (topology, thresholds) = (Topology::new(&hosts), Thresholds::default());
-        let segment_bytes = segment_bytes(collective, topology.medium(), world, bytes, &thresholds);
+        let (placement, thresholds) = (Placement::new(&hosts), Thresholds::default());
+        let segment_bytes = segment_bytes(collective, placement.medium(), world, bytes, &thresholds);
         let request = |rank| {
-            let topology = topology.clone();
-            Request { collective, world, rank, topology, bytes, element_bytes, splits: None, segment_bytes }
+            let placement = placement.clone();
+            Request { collective, world, rank, placement, bytes, element_bytes, splits: None, segment_bytes }
         };
         let requests: Vec<Request> = (0..world).map(request).collect();
         let (algorithm, reason) = choose(&requests[0], &thresholds);

@@ -10,7 +10,6 @@ mod daemon;
 mod endpoint;
 mod engine;
 mod plan;
-mod ready;
 mod reducer;
 mod simulate;
 mod tensors;
@@ -37,13 +36,11 @@ mod _core {
     use super::plan::{merge, traffic};
 
     #[pymodule_export]
-    use super::reducer::Reducer;
+    use super::reducer::{CurrentPass, ReadyHook, Reducer};
 
     #[pymodule_export]
     use super::simulate::{simulate_aggregation, simulate_collective};
 
-    #[pymodule_export]
-    use super::ready::{CurrentPass, ReadyHook};
     #[pymodule_export]
     use super::tensors::{TensorCheck, first_changed};
 

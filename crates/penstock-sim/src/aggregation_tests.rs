@@ -1,5 +1,6 @@
 use super::*;
 use penstock_aggregation::{Endpoint, Node, ServerConfig};
+use penstock_testing::on_all_cores;
 use penstock_types::Time;
 use std::ops::Range;
 
@@ -18,13 +19,7 @@ fn check(scenario: &Scenario) -> Outcome {
 #[test]
 fn seeds() {
     let count = 2000;
-    let run = |seeds: Range<u64>| seeds.map(|seed| check(&Scenario::draw(seed))).collect::<Vec<Outcome>>();
-    // The longest of these tests: on two cores.
-    let outcomes = std::thread::scope(|scope| {
-        let first = scope.spawn(|| run(0..count / 2));
-        let second = run(count / 2..count);
-        first.join().expect("it has said why").into_iter().chain(second).collect::<Vec<Outcome>>()
-    });
+    let outcomes = on_all_cores(0..count, |seed| check(&Scenario::draw(seed)));
     let total = |of: fn(&Outcome) -> u64| outcomes.iter().map(of).sum::<u64>();
     println!(
         "{count} runs, {} packets, {} lost, {} results, {} of them without a server",
@@ -47,23 +42,20 @@ fn trees_of_any_depth() {
 #[test]
 #[ignore = "takes minutes; for changes of a rule"]
 fn thousands_of_trees() {
-    std::thread::scope(|scope| {
-        scope.spawn(|| trees(60..1500));
-        trees(1500..3000);
-    });
+    trees(60..3000);
 }
 
 /// Runs each tree twice, the second time with three faults; returns the number of levels of the deepest one.
 fn trees(seeds: Range<u64>) -> usize {
-    let run = |seed| {
+    let depths = on_all_cores(seeds, |seed| {
         let scenario = deep(seed);
         let span = check(&scenario).arrived;
         let mut random = Random::new(seed ^ 0xfa17);
         let faults = (0..3).map(|_| (random.below(span), scenario.draw_fault(&mut random))).collect();
         check(&Scenario { faults, ..scenario.clone() });
         depth(&scenario.tree.children)
-    };
-    seeds.map(run).max().expect("a seed at least")
+    });
+    depths.into_iter().max().expect("a seed at least")
 }
 
 /// What a seed draws, with a tree of any depth and without faults.
@@ -191,11 +183,11 @@ fn with_each_fault(scenario: &Scenario, aggregators: usize) -> usize {
         faults.extend([Fault::Restart { aggregator, down: 3 * MILLISECOND }, Fault::Die { aggregator }]);
     }
     let arrived = check(scenario).arrived;
-    for at in 0..arrived {
+    on_all_cores(0..arrived, |at| {
         for fault in &faults {
             check(&Scenario { faults: vec![(at, *fault)], ..scenario.clone() });
         }
-    }
+    });
     arrived as usize * faults.len()
 }
 
@@ -397,7 +389,7 @@ fn spread(faults: Vec<Fault>, arrived: u64) -> Vec<(u64, Fault)> {
 /// Thousands of workers, with loss: a rack dies, a row's aggregator is killed and comes back, and a worker dies. Every result is
 /// right, and so are those of the survivors' epoch.
 #[test]
-fn thousands_of_workers() {
+fn a_job_of_thousands() {
     let lossless = thousands(4096, 4);
     let arrived = check(&lossless).arrived;
     let faults = vec![

@@ -1,10 +1,10 @@
 //! How long a collective takes on a network: [`Simulation`].
 
-use crate::network::{Link, LinkId, Network, NoPath, NodeId, Topology};
-use crate::ranks::{PACKET_BYTES, SEGMENT_BYTES, Step, Stop, World};
+use crate::network::{Link, LinkId, Network, NoPath, NodeId, SEGMENT_BYTES, Topology};
+use crate::ranks::{PACKET_BYTES, Step, Stop, World};
 use penstock_core::groups::Call;
 use penstock_plan::{
-    Algorithm, Collective, PlanError, Request, Thresholds, Topology as Hosts, choose, hops, segment_bytes, wire_bytes,
+    Algorithm, Collective, Placement, PlanError, Request, Thresholds, choose, hops, segment_bytes, wire_bytes,
 };
 use penstock_stream::fingerprint::{Fingerprint, Name};
 use penstock_types::{DType, Failure, MILLISECOND, Priority, ReduceOp, SECOND, Time};
@@ -256,12 +256,12 @@ impl Simulation {
 
     fn request(&self, rank: u32) -> Request {
         let world = self.hosts.len() as u32;
-        let topology = Hosts::separate_hosts(world);
+        let placement = Placement::separate_hosts(world);
         let segment_bytes =
-            segment_bytes(self.collective, topology.medium(), world, self.size(), &Thresholds::default());
+            segment_bytes(self.collective, placement.medium(), world, self.size(), &Thresholds::default());
         let element_bytes = ELEMENT_BYTES as u32;
         let (collective, bytes) = (self.collective, self.size());
-        Request { collective, world, rank, topology, bytes, element_bytes, splits: None, segment_bytes }
+        Request { collective, world, rank, placement, bytes, element_bytes, splits: None, segment_bytes }
     }
 
     fn call(&self) -> Call {

@@ -17,8 +17,10 @@
 //! nodes, links or flows.
 
 mod port;
+mod segments;
 mod topology;
 
+pub use segments::{SEGMENT_BYTES, Segment};
 pub use topology::{Link, LinkId, NodeId, Topology};
 
 use crate::agenda::Agenda;

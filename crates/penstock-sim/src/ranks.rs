@@ -6,7 +6,8 @@
 //!
 //! Memory: two machines for each pair of ranks that exchange frames, some 5 KiB each, and about 1 KiB for any other pair.
 
-use crate::network::{Event, LinkId, Loss, Network, NoPath, NodeId, Topology};
+use crate::agenda::Agenda;
+use crate::network::{Event, LinkId, Loss, Network, NoPath, NodeId, SEGMENT_BYTES, Segment, Topology};
 use penstock_core::groups::{Beginning, Call, Failed, Groups, Host, Issue, Join};
 use penstock_core::operation::{Instance, Place, Verdict};
 use penstock_plan::{Algorithm, Thresholds};
@@ -95,14 +96,11 @@ impl std::error::Error for Stop {}
 /// second of processor time simulates about a million segments of long messages over two links, or 60,000 messages between 256 ranks.
 pub struct World {
     now: Time,
-    /// A long frame on two links need not wait for its own end, hence the segments. The last one carries the frame.
-    network: Network<Option<Box<Frame>>>,
+    network: Network<Segment<Frame>>,
     nodes: Vec<NodeId>,
     /// `None`: the process has ended.
     ranks: Vec<Option<Rank>>,
-    /// By time and order of [`World::schedule`].
-    agenda: BTreeMap<(Time, u64), (u32, Step)>,
-    scheduled: u64,
+    agenda: Agenda<(u32, Step)>,
     /// By rank.
     ends: Vec<Vec<End>>,
     ended: usize,
@@ -178,8 +176,7 @@ impl World {
             network,
             nodes: hosts.to_vec(),
             ranks,
-            agenda: BTreeMap::new(),
-            scheduled: 0,
+            agenda: Agenda::default(),
             ends: vec![Vec::new(); hosts.len()],
             ended: 0,
             frames,
@@ -190,8 +187,7 @@ impl World {
 
     /// Lets a rank take a step at a time, which is not before [`World::now`]. Steps of the same time are taken in the order of calls.
     pub fn schedule(&mut self, rank: u32, at: Time, step: Step) {
-        self.scheduled += 1;
-        self.agenda.insert((at, self.scheduled), (rank, step));
+        self.agenda.add(at, (rank, step));
     }
 
     /// Runs until `ends` calls and joins have ended on all ranks together, since the beginning of the world.
@@ -256,8 +252,7 @@ impl World {
     }
 
     fn next_at(&self) -> Option<Time> {
-        let step = self.agenda.keys().next().map(|(at, _)| *at);
-        step.into_iter().chain(self.network.poll_timeout()).min()
+        self.agenda.next_at().into_iter().chain(self.network.poll_timeout()).min()
     }
 
     /// Lets happen what happens until `next`, before which nothing does.
@@ -278,8 +273,7 @@ impl World {
                 Event::Lost(..) | Event::Room(_) => {}
             }
         }
-        while let Some(first) = self.agenda.first_entry().filter(|first| first.key().0 <= next) {
-            let (rank, step) = first.remove();
+        while let Some((rank, step)) = self.agenda.pop(next) {
             self.follow(rank, step);
         }
         self.stop.map_or(Ok(()), Err)
@@ -337,13 +331,9 @@ impl World {
                     Payload::Control(bytes) => bytes,
                     Payload::Owned(..) | Payload::Memory => Arc::default(),
                 };
-                let mut bytes = Header::BYTES as u64 + u64::from(outbound.header.length);
-                while bytes > PACKET_BYTES {
-                    self.network.send(self.now, flow, SEGMENT_BYTES, None);
-                    bytes -= SEGMENT_BYTES;
-                }
+                let bytes = Header::BYTES as u64 + u64::from(outbound.header.length);
                 let frame = Frame { from: number, to, header: outbound.header, payload };
-                self.network.send(self.now, flow, bytes, Some(Box::new(frame)));
+                self.network.send_in_segments(self.now, flow, bytes, PACKET_BYTES, frame);
             }
         }
         let ends = std::mem::take(&mut rank.host.ends);
@@ -363,7 +353,7 @@ impl Rank {
         let (generation, secret, name) = (Generation(1), Vec::new(), Arc::from("phantoms"));
         self.groups.join(&mut self.host, Join { id: GROUP, generation, secret, name, members, who, algorithm });
         for peer in (0..self.host.who.len() as PeerId - 1).rev() {
-            self.groups.linked(&mut self.host, peer, false, None);
+            self.groups.connected(&mut self.host, peer, false, None);
         }
     }
 
@@ -498,9 +488,7 @@ fn peer_of(rank: u32, other: u32) -> PeerId {
 }
 
 const GROUP: GroupId = GroupId(1);
-/// The longest segment of a frame on a link, without the header of the frame. As in the tests of `penstock-stream`.
-pub const SEGMENT_BYTES: u64 = 16 * 1024;
-/// The longest packet on a link: a queue must have room for it.
+/// The longest packet on a link: a segment with a frame's header. A queue must have room for it.
 pub const PACKET_BYTES: u64 = SEGMENT_BYTES + Header::BYTES as u64;
 /// Some milliseconds of processor time, so that Ctrl-C is prompt.
 const TURNS_BETWEEN_QUESTIONS: u32 = 1 << 12;

@@ -9,6 +9,7 @@ use penstock_aggregation::{
     Action, Aggregator, Buffer, Child, Endpoint, HEADER_BYTES, Key, Kind, Limits, Naming, Node, Serial, Server,
     ServerConfig, Tenant, Timing, Tree, WorkerConfig, decode,
 };
+use penstock_sim::agenda::Agenda;
 use penstock_sim::network::{Event, Link, Network, NodeId, Topology};
 use penstock_sim::random::Random;
 use penstock_types::{DType, MILLISECOND, ReduceOp, SECOND, Time};
@@ -89,8 +90,8 @@ impl Shape {
     }
 }
 
-/// Work that ends at this time: the server's, and the number of its buffer.
-type Work = (Time, usize, usize, Buffer);
+/// Work: the server's, and the number of its buffer.
+type Work = (usize, usize, Buffer);
 
 /// All processes of a group, and the packets between them, in virtual time.
 struct Cluster {
@@ -103,9 +104,10 @@ struct Cluster {
     /// By rank: the operations that have ended, and those that have failed.
     ended: Vec<Vec<u64>>,
     failed: Vec<Vec<(u64, String)>>,
-    /// By server: how many buffers it has had, and those that it works on, with the time when that ends.
+    /// By server: how many buffers it has had.
     buffers: Vec<usize>,
-    work: Vec<Work>,
+    /// By the time when it ends.
+    work: Agenda<Work>,
     random: Random,
 }
 
@@ -188,7 +190,7 @@ impl Cluster {
             ended: vec![Vec::new(); shape.world as usize],
             failed: vec![Vec::new(); shape.world as usize],
             buffers: vec![0; servers],
-            work: Vec::new(),
+            work: Agenda::default(),
             random: Random::new(shape.seed ^ 0x3077),
             shape,
         }
@@ -216,13 +218,10 @@ impl Cluster {
                 let drawn = self.random.below(apart.longest.max(1));
                 let late = apart.late.filter(|(at, of, _)| (*at, *of) == (server, number));
                 let at = self.now.plus(late.map_or(drawn, |(_, _, time)| time));
-                self.work.push((at, server, number, buffer));
+                self.work.add(at, (server, number, buffer));
             }
         }
-        let (due, later): (Vec<Work>, Vec<Work>) =
-            std::mem::take(&mut self.work).into_iter().partition(|(at, ..)| *at <= self.now);
-        self.work = later;
-        for (_, server, number, buffer) in due {
+        while let Some((server, number, buffer)) = self.work.pop(self.now) {
             let fails = apart.fails == Some((server, number));
             let outcome = if fails { Err("its disk is full".into()) } else { Ok(buffer.bytes) };
             if let Some(machine) = &mut self.servers[server] {
@@ -289,14 +288,13 @@ impl Cluster {
         self.transmit();
         let cores = self.cores.iter().map(Core::poll_timeout);
         let servers = self.servers.iter().flatten().map(Server::poll_timeout);
-        let work = self.work.iter().map(|(at, ..)| *at);
         let next = self
             .network
             .poll_timeout()
             .into_iter()
             .chain(cores)
             .chain(servers)
-            .chain(work)
+            .chain(self.work.next_at())
             .min()
             .expect("there are heartbeats");
         self.now = next.max(self.now);

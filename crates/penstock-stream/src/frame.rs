@@ -15,7 +15,7 @@
 //! ```
 //! All numbers are little-endian. `length` bytes of payload follow.
 //!
-//! `cl.` (class), `dir` (direction) and `tag` are the frame's [`Channel`]: class 0 is the collectives of a group, with
+//! `cl.` (class), `dir` (direction) and `tag` are the frame's [`NumberSpace`]: class 0 is the collectives of a group, with
 //! direction 0 and the number of their channel ([`ChannelId`]) as the tag; class 1 is point-to-point messages, in direction 0
 //! from the lower to the higher of two ranks, in direction 1 back. Other classes are refused.
 //!
@@ -35,9 +35,10 @@ pub use ending::{Counts, Farewell};
 use crate::fingerprint::{Fingerprint, Layout, Order};
 use penstock_types::{ChannelId, Generation, GroupId, OpSeq, Priority, Scope};
 
-/// Operations that are counted together: the `op`-th of a channel on one rank meets the `op`-th on the other.
+/// Operations that are counted together, as packets are in a packet number space of QUIC: the `op`-th of a space on one rank meets
+/// the `op`-th of that space on the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Channel {
+pub enum NumberSpace {
     /// Collectives of a group, in the order of one of its channels.
     Collective(ChannelId),
     /// Messages from one rank to another under one tag. The direction is part of the name: what rank 0 sends to rank 1
@@ -68,42 +69,42 @@ impl Direction {
     }
 }
 
-impl Channel {
+impl NumberSpace {
     /// Class, direction and tag, as frames carry them.
     fn encode(self) -> (u8, u8, u32) {
         match self {
-            Channel::Collective(number) => (0, 0, number.0),
-            Channel::PointToPoint { direction, tag } => (1, direction as u8, tag),
+            NumberSpace::Collective(number) => (0, 0, number.0),
+            NumberSpace::PointToPoint { direction, tag } => (1, direction as u8, tag),
         }
     }
 
     /// The group's channel that it belongs to.
     #[must_use]
-    pub fn id(self) -> ChannelId {
+    pub fn channel(self) -> ChannelId {
         match self {
-            Channel::Collective(number) => number,
-            Channel::PointToPoint { .. } => ChannelId::MAIN,
+            NumberSpace::Collective(number) => number,
+            NumberSpace::PointToPoint { .. } => ChannelId::MAIN,
         }
     }
 
-    fn decode(class: u8, direction: u8, tag: u32) -> Result<Channel, FrameError> {
+    fn decode(class: u8, direction: u8, tag: u32) -> Result<NumberSpace, FrameError> {
         match (class, direction, tag) {
-            (0, 0, tag) => Ok(Channel::Collective(ChannelId(tag))),
-            (1, 0, tag) => Ok(Channel::PointToPoint { direction: Direction::Up, tag }),
-            (1, 1, tag) => Ok(Channel::PointToPoint { direction: Direction::Down, tag }),
-            _ => Err(FrameError::Channel { class, direction, tag }),
+            (0, 0, tag) => Ok(NumberSpace::Collective(ChannelId(tag))),
+            (1, 0, tag) => Ok(NumberSpace::PointToPoint { direction: Direction::Up, tag }),
+            (1, 1, tag) => Ok(NumberSpace::PointToPoint { direction: Direction::Down, tag }),
+            _ => Err(FrameError::Class { class, direction, tag }),
         }
     }
 }
 
-/// Names one message between two nodes: the `message`-th of operation `op` in a channel of a group.
+/// Names one message between two nodes: the `message`-th of operation `op` in a number space of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MessageKey {
     /// The group.
     pub group: GroupId,
-    /// Which of the group's orders of issue.
-    pub channel: Channel,
-    /// Position in the channel's order of issue.
+    /// In which space of the group it is counted.
+    pub space: NumberSpace,
+    /// Its number in that space.
     pub op: OpSeq,
     /// The number that the plan gave it.
     pub message: u32,
@@ -113,12 +114,12 @@ impl MessageKey {
     /// Whether it belongs to a channel, or to any channel of a group.
     #[must_use]
     pub fn is_in(&self, scope: Scope) -> bool {
-        scope.covers(self.group, self.channel.id())
+        scope.covers(self.group, self.space.channel())
     }
 
     /// Whether it is the first message of a send.
     pub(crate) fn begins_a_send(&self) -> bool {
-        matches!(self.channel, Channel::PointToPoint { .. }) && self.message == 0
+        matches!(self.space, NumberSpace::PointToPoint { .. }) && self.message == 0
     }
 }
 
@@ -286,7 +287,7 @@ impl Header {
         out[16..20].copy_from_slice(&self.generation.0.to_le_bytes());
         out[20..24].copy_from_slice(&self.priority.0.to_le_bytes());
         out[24..32].copy_from_slice(&self.key.op.0.to_le_bytes());
-        let (class, direction, tag) = self.key.channel.encode();
+        let (class, direction, tag) = self.key.space.encode();
         out[32..36].copy_from_slice(&tag.to_le_bytes());
         out[36..40].copy_from_slice(&self.key.message.to_le_bytes());
         out[40..48].copy_from_slice(&self.offset.to_le_bytes());
@@ -330,7 +331,7 @@ impl Header {
             flags: u16_at(6),
             key: MessageKey {
                 group: GroupId(u64_at(8)),
-                channel: Channel::decode(bytes[96], bytes[97], u32_at(32))?,
+                space: NumberSpace::decode(bytes[96], bytes[97], u32_at(32))?,
                 op: OpSeq(u64_at(24)),
                 message: u32_at(36),
             },
@@ -408,8 +409,8 @@ pub enum FrameError {
     Version(u8),
     /// An unknown kind.
     Kind(u8),
-    /// The class of the channel is unknown, or the class has no such direction or tag.
-    Channel {
+    /// The class of the number space is unknown, or the class has no such direction or tag.
+    Class {
         /// Its claimed class.
         class: u8,
         /// Its claimed direction.
@@ -450,8 +451,8 @@ impl std::fmt::Display for FrameError {
                 write!(f, "a frame of protocol version {version}; this is {VERSION_MAJOR}")
             }
             FrameError::Kind(kind) => write!(f, "a frame of unknown kind {kind}"),
-            FrameError::Channel { class, direction, tag } => {
-                write!(f, "a frame of an unknown channel (class {class}, direction {direction}, tag {tag})")
+            FrameError::Class { class, direction, tag } => {
+                write!(f, "a frame of an unknown number space (class {class}, direction {direction}, tag {tag})")
             }
             FrameError::HeaderSum => write!(f, "a frame header whose checksum does not hold"),
             FrameError::PayloadSum => write!(f, "a frame whose payload checksum does not hold"),
@@ -495,7 +496,7 @@ mod tests {
             flags: FLAG_PAYLOAD_SUM,
             key: MessageKey {
                 group: GroupId(u64::MAX - 3),
-                channel: Channel::PointToPoint { direction: Direction::Down, tag: 7 },
+                space: NumberSpace::PointToPoint { direction: Direction::Down, tag: 7 },
                 op: OpSeq(1 << 40),
                 message: 12,
             },
@@ -540,11 +541,11 @@ mod tests {
             match Header::decode(&frame) {
                 Ok(decoded) => {
                     assert!(known && decoded.encode() == frame, "{class} {direction} {tag}");
-                    assert_eq!(seen.insert(decoded.key.channel, (class, direction, tag)), None);
+                    assert_eq!(seen.insert(decoded.key.space, (class, direction, tag)), None);
                 }
                 Err(error) => {
                     assert!(!known);
-                    assert_eq!(error, FrameError::Channel { class, direction, tag });
+                    assert_eq!(error, FrameError::Class { class, direction, tag });
                 }
             }
         }

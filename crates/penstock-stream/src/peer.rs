@@ -27,17 +27,16 @@ mod ending;
 mod operation;
 mod outgoing;
 mod pauses;
-mod pull;
-mod queue;
 mod receive;
+mod send;
 mod take_over;
 mod time;
 mod urgency;
 
 pub use self::operation::{Arrival, Landing, OpStatus};
 pub use self::outgoing::{Body, Copied, Outgoing};
-pub use self::pull::{Outbound, Payload, seal};
 pub use self::receive::{Finish, LOST_STREAM, verify};
+pub use self::send::{Outbound, Payload, seal};
 pub use self::urgency::Urgency;
 pub use crate::frame::{Counts, Farewell};
 
@@ -48,7 +47,7 @@ use self::pauses::Pauses;
 use self::take_over::Sharing;
 use self::time::Hearing;
 use crate::fingerprint::Fingerprint;
-use crate::frame::{Channel, MAX_FRAME_BYTES, MessageKey};
+use crate::frame::{MAX_FRAME_BYTES, MessageKey, NumberSpace};
 use crate::stream::{Stream, StreamStats};
 use penstock_types::{ChannelId, FailureKind, Generation, GroupId, MILLISECOND, OpSeq, SECOND, Scope, Time};
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -111,7 +110,7 @@ pub enum Event {
     Sent(MessageKey),
     /// The peer waits for us in this operation; the fingerprint is the peer's view of it.
     Probe(MessageKey, Fingerprint),
-    /// How many operations the peer has issued in the channel of the key.
+    /// How many operations the peer has issued in the number space of the key.
     Issued(MessageKey, u64),
     /// The peer is ready for messages of this operation; the fingerprint is the peer's view of it.
     Granted(MessageKey, Fingerprint),
@@ -356,7 +355,7 @@ impl<C: Copied> Peer<C> {
 }
 
 const NO_MESSAGE: MessageKey =
-    MessageKey { group: GroupId(0), channel: Channel::Collective(ChannelId::MAIN), op: OpSeq(0), message: 0 };
+    MessageKey { group: GroupId(0), space: NumberSpace::Collective(ChannelId::MAIN), op: OpSeq(0), message: 0 };
 /// The message travels on eager credit.
 pub const FLAG_EAGER: u16 = 2;
 /// The sender of the frame has found that the streams share a link.

@@ -4,7 +4,7 @@
 
 use penstock_stream::Reference;
 use penstock_stream::fingerprint::Fingerprint;
-use penstock_stream::frame::Channel;
+use penstock_stream::frame::NumberSpace;
 use penstock_stream::peer::{Body, OpStatus, Outgoing, Peer, PeerConfig};
 use penstock_stream::{Header, Kind, MessageKey};
 use penstock_types::{ChannelId, GroupId, MILLISECOND, OpSeq, Priority, Time};
@@ -50,7 +50,7 @@ fn idle_polls_do_not_allocate() {
     (0..8).for_each(|stream| peer.stream_up(stream, Time(0)));
     let key = |message| MessageKey {
         group: GroupId(1),
-        channel: Channel::Collective(ChannelId::MAIN),
+        space: NumberSpace::Collective(ChannelId::MAIN),
         op: OpSeq(0),
         message,
     };

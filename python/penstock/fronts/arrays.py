@@ -28,6 +28,7 @@ import numpy as np
 from penstock import _core
 from penstock.errors import Closed, Mismatch, PenstockError
 from penstock.errors import Config as ConfigError
+from penstock.runtime import urgency
 
 __all__ = ["Array", "Job", "init", "is_initialized", "job", "own_errors", "recorded", "shutdown"]
 
@@ -261,7 +262,9 @@ class Job:
         rank: int = 0,
     ) -> _core.Ticket:
         nbytes = 0 if output is None else output.nbytes
-        return self._member.group.start(
+        urgent = urgency.current()
+        number = urgency.USUAL if urgent is None else urgent.number
+        ticket = self._member.group.start(
             collective,
             dtype=dtype,
             elements=nbytes // _SIZES.get(dtype, 1),
@@ -270,9 +273,13 @@ class Job:
             output=0 if output is None else output.ctypes.data,
             op=op,
             rank=rank,
+            priority=urgency.engine_priority(number),
             timeout_s=self._timeout_s,
             keep=(source, output),
         )
+        if urgent is not None:
+            urgent.add(self._member.group, ticket, number)
+        return ticket
 
     def _agree(self, call: tuple[Hashable, ...], arrays: Sequence[Array]) -> None:
         """Compare what all ranks are about to do, unless they have done it before.

@@ -38,9 +38,14 @@ def advise(records: Sequence[Record], breakdown: Breakdown, *, everything: bool 
     predictions = predict(records, network_of(records, breakdown, causes))
     shares = [share for share in breakdown.shares if share.steps]
     if shares:
-        # A sampled step is longer than others, by what sampling costs; the ratio is the same.
+        # A sampled step is longer than others, by what sampling costs; the ratio is the same. What the profiler itself takes
+        # between steps, no change makes shorter.
         step_ns = sum(share.step_ns for share in shares) / len(shares)
-        predictions = [replace(each, before_ns=step_ns, after_ns=step_ns / each.gain) for each in predictions]
+        profiler_ns = sum(share.work.get("profiler", 0.0) for share in shares) / len(shares)
+        predictions = [
+            replace(each, before_ns=step_ns, after_ns=profiler_ns + (step_ns - profiler_ns) / each.gain)
+            for each in predictions
+        ]
     return Advice(tuple(causes), tuple(each for each in predictions if everything or each.gain >= 1 + LEAST_GAIN))
 
 
@@ -55,6 +60,8 @@ def network_of(records: Sequence[Record], breakdown: Breakdown, causes: Sequence
         cap.get("stream_bytes_per_s", 0.0),
         round(cap.get("streams_to_a_peer", 0)),
         backends.pop() if len(backends) == 1 else "",
+        {record.header.rank: record.header.host for record in records if record.header.host and record.steps},
+        PAYLOAD * max((link.own_bytes for link in measures.links), default=0.0),
     )
 
 

@@ -138,13 +138,14 @@ def _straggler(measures: Measures, number: int, waited_ns: float) -> Cause:
     }
     where = {"rank": number, "host": rank.host, "numbers": numbers}
     waiting = f"the other ranks wait {_ms(waited_ns)} a step for rank {number}"
+    # Before the phase: a thread without a processor is late in whatever it does most, be it loading.
+    if queued >= QUEUED_OF_EXCESS * excess_ns > 0 or queued >= QUEUED_OF_EXCESS * waited_ns:
+        text = f"{waiting}, whose training thread could have run for {_ms(queued)} more, and found no free processor"
+        return Cause("contention", "wait", text, CHANGES["contention"], waited_ns, gain_ns, **where)  # type: ignore[arg-type]
     if phase == "loading":
         return _loader(measures, rank, waiting, waited_ns, gain_ns, numbers)
     if phase in ("checkpoint", "evaluation"):
         return Cause(phase, phase, f"{waiting}, for its {phase}", CHANGES[phase], waited_ns, gain_ns, **where)  # type: ignore[arg-type]
-    if queued >= QUEUED_OF_EXCESS * excess_ns > 0 or queued >= QUEUED_OF_EXCESS * waited_ns:
-        text = f"{waiting}, whose training thread could have run for {_ms(queued)} more, and found no free processor"
-        return Cause("contention", "wait", text, CHANGES["contention"], waited_ns, gain_ns, **where)  # type: ignore[arg-type]
     text = f"{waiting}, which spends {_ms(more.get(phase, 0.0))} more in {phase} than they do"
     return Cause("straggler", "wait", text, CHANGES["straggler"], waited_ns, gain_ns, **where)  # type: ignore[arg-type]
 

@@ -168,7 +168,7 @@ def _share(record: Record, judged: Turns, problems: list[str]) -> Share | None:
     dropped = sum(sample.dropped for sample in record.samples)
     if dropped:
         problems.append(
-            f"samples of rank {rank} lack {dropped} events that were too many: its communication is more than shown"
+            f"samples of rank {rank} lack {dropped} operations that were too many: its communication is more than shown"
         )
     return _mean(rank, steps, sampled, sums)
 

@@ -129,6 +129,7 @@ _KINDS = (
     ("allgather", Kind.ALL),
     ("reducescatter", Kind.ALL),
     ("barrier", Kind.ALL),
+    ("monitoredbarrier", Kind.ALL),
     ("alltoall", Kind.EXCHANGE),
     ("broadcast", Kind.ROOTED),
     ("reduce", Kind.ROOTED),

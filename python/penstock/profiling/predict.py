@@ -1,27 +1,47 @@
 """What a step would take with something changed, from sampled steps (`replay.py`).
 
-Each prediction names the setting or command that makes the change, and how wrong it may be: how far the model is from the steps
-that it was made of, and how far its wire is from their operations.
+Each prediction names the setting or command that makes the change, and how wrong it may be: how far the model is from the mean
+step, how far that may be chance, and how far samples and possible wires differ in what the change does.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.profiling.record import Record
-from penstock.profiling.replay import Model, Move, Wire, evened, merged, models, run, wires
+from penstock.profiling.replay import Model, Move, Wire, burdened, evened, merged, models, run, wires
+from penstock.profiling.schedules import (
+    Order,
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+    period,
+    pipeline,
+    scheduled,
+)
+from penstock.profiling.sums import aggregated_bytes_s, by_host, sizes
 from penstock.runtime.wire import sent_bytes
 
 __all__ = ["Network", "Prediction", "predict"]
 
 SYNC = "data-parallel sync"
+_CONVERSION = re.compile(r"(\d+\.\d+) ns a byte before it is sent, (\d+\.\d+) after")
 MOST_STREAMS = 64
 """That PENSTOCK_STREAMS takes."""
 SHARE = 0.95
 """Of a link's payload that penstock reaches (docs/benchmarks)."""
+FULL = 0.75
+"""A link that carries less of what it can while something is on the wire is not what holds (docs/design/profile-causes.md)."""
+CROSSES_MORE = 1.1
+"""Headers and acknowledgements are some percent."""
+MOST_CHILDREN = 64
+"""Of an aggregator."""
+SCHEDULE_FITS = 0.15
+"""Where the present schedule, run again from its passes, is further from the step than this, nothing is told of others."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +56,10 @@ class Network:
     """Streams between two ranks now."""
     backend: str = ""
     """As given to ``init_process_group``."""
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    """By rank; a rank that is not there has one of its own."""
+    crossing_bytes: float = 0
+    """What the busiest host sends or receives in a step."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +87,70 @@ class Prediction:
         return self.before_ns / self.after_ns if self.after_ns else 1.0
 
 
+@dataclass
+class _Told:
+    """What is told of one job."""
+
+    network: Network
+    models: list[Model]
+    wires: tuple[Wire, ...]
+    conversions: tuple[float, float]
+    """To float16 and back, in ns a byte of gradient."""
+    made: list[Prediction] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        return 1e9 / self.wires[0].per_byte_ns if self.wires[0].per_byte_ns else 0.0
+
+    @property
+    def numbers(self) -> str:
+        told = f"{_rate(self.rate)} on the wire, {self.wires[-1].latency_ns / 1e3:.0f} us an operation"
+        return told + (" at most" if len(self.wires) > 1 else "")
+
+    def add(
+        self,
+        change: str,
+        how: str,
+        changed: Callable[[Model, Wire], float],
+        because: str = "",
+        settings: Mapping[str, str | float] | None = None,
+        *,
+        now: Callable[[Model, Wire], float] | None = None,
+    ) -> None:
+        """A prediction, unless it would be that ranks wait for ever.
+
+        Args:
+            changed: how long a step takes with the change.
+            now: what that is compared with, instead of the step as it was run again.
+        """
+        ratios, errors = [], []
+        for model in self.models:
+            for wire in self.wires:
+                again = run(model, wire.takes)
+                base = now(model, wire) if now else again
+                if not base or not again or not model.measured_ns:
+                    continue
+                # What chance explains of the difference between the model and the mean step is in no other run.
+                far, chance = model.measured_ns / again - 1, model.unsure_ns / model.measured_ns
+                fit = 1 + math.copysign(max(0.0, abs(far) - chance), far)
+                ratios.append(changed(model, wire) / base * fit * again / model.measured_ns)
+                errors.append(abs(far) + chance + abs(base / again - 1))
+        ratio = statistics.fmean(ratios) if ratios else math.inf
+        if not math.isfinite(ratio):
+            return
+        before = statistics.fmean(model.measured_ns for model in self.models)
+        error = statistics.fmean(errors) + statistics.pstdev(ratios) / ratio if ratio else 0.0
+        because = because or self.numbers
+        self.made.append(Prediction(change, how, before, before * ratio, error, because, settings or {}))
+
+
 def predict(records: Sequence[Record], network: Network | None = None) -> list[Prediction]:
     """What changes would bring, the best first. Empty without a sampled step that all ranks have.
 
     Cost: milliseconds for a thousand operations.
     """
-    found = models(records)
     network = network or Network()
+    found = models(records, network.hosts)
     possible = wires(found, network.link_bytes_s)
     found = [model for model in found if all(math.isfinite(run(model, wire.takes)) for wire in possible)]
     if not possible or not found:
@@ -77,90 +158,205 @@ def predict(records: Sequence[Record], network: Network | None = None) -> list[P
     if network.flow_bytes_s:
         # The flows always had something to send, so it was bytes that took the time.
         possible = possible[:1]
-    before = statistics.fmean(model.measured_ns for model in found)
-    rates = [1e9 / wire.per_byte_ns if wire.per_byte_ns else 0.0 for wire in possible]
-    rate = rates[0]
-    told = f"{_rate(rate)} on the wire"
-    told += f", {possible[-1].latency_ns / 1e3:.0f} us an operation" + (" at most" if len(possible) > 1 else "")
-    made: list[Prediction] = []
+    told = _Told(network, found, possible, _conversions(records))
+    if not all(move.is_inside for model in found for move in model.moves):
+        _links(told)
+        _other_sums(told)
+    _float16(told)
+    _buckets(told)
+    even = "all ranks do what the median one does"
+    told.add("no straggler", "", lambda model, wire: run(evened(model), wire.takes), even)
+    _schedules(told)
+    # What is sure to help comes before what may help more.
+    return sorted(told.made, key=lambda each: each.after_ns * (1 + each.error))
 
-    def add(
-        change: str,
-        how: str,
-        changed: Callable[[Model, Wire], float],
-        because: str = told,
-        settings: Mapping[str, str | float] | None = None,
-    ) -> None:
-        ratios, errors = [], []
-        for model in found:
-            for wire in possible:
-                now = run(model, wire.takes)
-                ratios.append(changed(model, wire) / now if now else 1.0)
-                errors.append(abs(now / model.measured_ns - 1) if model.measured_ns else 0.0)
-        ratio = statistics.fmean(ratios)
-        if not math.isfinite(ratio):
-            return
-        error = statistics.fmean(errors) + statistics.pstdev(ratios) / ratio if ratio else 0.0
-        made.append(Prediction(change, how, before, before * ratio, error, because, settings or {}))
 
-    def faster(factor: float) -> Callable[[Model, Wire], float]:
-        return lambda model, wire: run(model, lambda move: wire.latency_ns + move.bytes * wire.per_byte_ns / factor)
+def _faster(factor: float) -> Callable[[Model, Wire], float]:
+    return lambda model, wire: run(model, wire._replace(per_byte_ns=wire.per_byte_ns / factor).takes)
 
-    def smaller(part: Callable[[Move], float]) -> Callable[[Model, Wire], float]:
-        return lambda model, wire: run(model, lambda move: wire.latency_ns + move.bytes * part(move) * wire.per_byte_ns)
 
-    def bucketed(size: int) -> Callable[[Model, Wire], float]:
-        return lambda model, wire: run(merged(model, size * _factor(model), _is_of_gradients), wire.takes)
+def _smaller(part: Callable[[Move], float]) -> Callable[[Model, Wire], float]:
+    return lambda model, wire: run(model, lambda move: wire.takes(move._replace(bytes=move.bytes * part(move))))
 
-    add("twice the link", "", faster(2))
-    add(
+
+def _links(told: _Told) -> None:
+    """Another link, or more of the one that there is."""
+    network, rate = told.network, told.rate
+    link, flow, streams = network.link_bytes_s, network.flow_bytes_s, network.streams
+
+    def doubled(model: Model, wire: Wire) -> float:
+        # Where something else holds, such as a flow's cap, the link has its part of the time only.
+        of_link = 1e9 / link if link and rate < FULL * link else wire.per_byte_ns
+        return run(model, wire._replace(per_byte_ns=wire.per_byte_ns - min(of_link, wire.per_byte_ns) / 2).takes)
+
+    told.add("twice the link", "", doubled)
+    if network.backend == "gloo" and 0 < rate < SHARE * link:
+        told.add(
+            "the penstock backend",
+            "init_process_group('penstock')",
+            _faster(SHARE * link / rate),
+            f"{told.numbers}, of a link of {_rate(link)}, of which penstock uses {SHARE:.0%}",
+            {"backend": "penstock"},
+        )
+    elif 0 < flow * streams < link and 0 < rate <= 1.1 * flow * streams:
+        wanted = min(MOST_STREAMS, -(-link // flow))
+        told.add(
+            f"{wanted:.0f} streams",
+            f"PENSTOCK_STREAMS={wanted:.0f}",
+            _faster(max(1.0, min(link, wanted * flow) / (flow * streams))),
+            f"{told.numbers}; {streams} flows of {_rate(flow)} on a link of {_rate(link)}",
+            {"PENSTOCK_STREAMS": f"{wanted:.0f}"},
+        )
+
+
+def _float16(told: _Told) -> None:
+    there, back = told.conversions
+
+    def part(move: Move) -> float:
+        return 2 / max(2, move.element_bytes or 4) if _is_of_gradients(move) else 1.0
+
+    def gradient(move: Move) -> float:
+        """Bytes to convert."""
+        return move.bytes / sent_bytes(1, len(move.ranks)) if part(move) < 1 else 0.0
+
+    def changed(model: Model, wire: Wire) -> float:
+        busier = burdened(model, lambda move: there * gradient(move))
+        return run(
+            busier,
+            lambda move: wire.takes(move._replace(bytes=move.bytes * part(move))) + back * gradient(move),
+        )
+
+    because = f"{told.numbers}; converting takes {there + back:.2f} ns a byte of gradient" if there or back else ""
+    told.add(
         "gradients as float16 on the wire",
         "model.register_comm_hook(None, fp16_compress_hook) of DDP; or GradientReducer(model, wire=torch.float16)",
-        smaller(lambda move: 2 / max(2, move.element_bytes or 4) if _is_of_gradients(move) else 1.0),
-        settings={"comm_hook": "float16"},
+        changed,
+        because,
+        {"comm_hook": "float16"},
     )
+
+
+def _conversions(records: Sequence[Record]) -> tuple[float, float]:
+    """What the recorder measured on the slowest rank; zeros if it did not."""
+    found = [
+        (float(known[1]), float(known[2]))
+        for record in records
+        for event in record.events
+        if record.header.about.get("device") != "cuda"
+        and event.kind == "float16"
+        and (known := _CONVERSION.match(event.text))
+    ]
+    return max(found, key=sum, default=(0.0, 0.0))
+
+
+def _buckets(told: _Told) -> None:
     for size in (4 << 20, 25 << 20, 100 << 20):
         # The setting would split what is larger, and what that brings is not known.
         if any(
-            _is_of_gradients(move) and move.bytes > size * _factor(model) for model in found for move in model.moves
+            _is_of_gradients(move) and move.bytes > size * _factor(model)
+            for model in told.models
+            for move in model.moves
         ):
             continue
-        add(
+
+        def bucketed(model: Model, wire: Wire, size: int = size) -> float:
+            return run(merged(model, size * _factor(model), _is_of_gradients), wire.takes)
+
+        told.add(
             f"buckets of {size >> 20} MiB and more",
             f"DistributedDataParallel(model, bucket_cap_mb={size >> 20}), or bucket_bytes={size} of ddp_hook and GradientReducer",
-            bucketed(size),
+            bucketed,
             settings={"bucket_cap_mb": size >> 20},
         )
-    add("no straggler", "", lambda model, wire: run(evened(model), wire.takes), "all ranks do what the median one does")
-    sync = [move for model in found for move in model.moves if move.purpose == SYNC]
-    among = max((len(move.ranks) for move in sync if _is_of_gradients(move)), default=1)
-    if among > 2:
-        add(
-            "gradients summed in the network",
+
+
+def _other_sums(told: _Told) -> None:
+    """Gradients summed by an aggregator, or host by host."""
+    network = told.network
+    sums = [move for model in told.models for move in model.moves if _is_of_gradients(move) and not move.is_inside]
+    if not sums:
+        return
+    most = max(sums, key=lambda move: len(move.ranks))
+    each = sizes(network.hosts, most.ranks)
+    count = len(most.ranks)
+    if 2 < count <= MOST_CHILDREN and told.rate and (max(each) == 1 or network.link_bytes_s):
+        # Where ranks share a link, only what is known of it tells its rate.
+        link = told.rate if max(each) == 1 else network.link_bytes_s
+        # All ranks' gradients come over its link, and the server's sum.
+        rate = aggregated_bytes_s(network.hosts, most.ranks, link, wide=count + 1)
+        factor = told.rate / rate / sent_bytes(1, count)
+        told.add(
+            "gradients summed by an aggregator",
             "penstock plan cluster.yaml -o deployment.yaml, then PENSTOCK_DEPLOYMENT=deployment.yaml",
-            smaller(lambda move: 1 / sent_bytes(1, len(move.ranks)) if _is_of_gradients(move) else 1.0),
-            f"{told}; a rank sends each byte once instead of {sent_bytes(1, among):.2f} times",
+            _smaller(lambda move: factor if _is_of_gradients(move) and len(move.ranks) == count else 1.0),
+            f"{told.numbers}; each rank pushes and pulls {_rate(rate)}, by the planner's cost model, through an aggregator whose "
+            f"link carries {_rate(link * (count + 1))} (behind one of {_rate(link)} it would be "
+            f"{_rate(aggregated_bytes_s(network.hosts, most.ranks, link, wide=1))})",
         )
-    link, flow = network.link_bytes_s, network.flow_bytes_s
-    if network.backend == "gloo" and 0 < rate < SHARE * link:
-        add(
-            "the penstock backend",
-            "init_process_group('penstock')",
-            faster(SHARE * link / rate),
-            f"{told}, of a link of {_rate(link)}, of which penstock uses {SHARE:.0%}",
-            {"backend": "penstock"},
+    inside = told.wires[0].inside
+    crossing = [move for move in told.models[0].moves if not move.is_inside]
+    step_bytes = sum(move.bytes for move in crossing)
+    # What a host sends is counted of all operations together, so all must be such sums.
+    is_all = all(map(_is_of_gradients, crossing))
+    least = sum(by_host(move, network.hosts)[0] for move in crossing) if is_all else math.inf
+    if 1 < max(each) < count and inside and network.crossing_bytes > CROSSES_MORE * least:
+
+        def by_hosts(model: Model, wire: Wire) -> float:
+            def takes(move: Move) -> float:
+                if not _is_of_gradients(move) or move.is_inside or not wire.inside:
+                    return wire.takes(move)
+                across, within = by_host(move, network.hosts)
+                per_byte_ns = wire.per_byte_ns * step_bytes / network.crossing_bytes
+                return wire.latency_ns + across * per_byte_ns + wire.inside[0] + within * wire.inside[1]
+
+            return run(model, takes)
+
+        is_gloo = network.backend == "gloo"
+        told.add(
+            "gradients summed host by host",
+            "init_process_group('penstock'), which does so" if is_gloo else "PENSTOCK_ALGORITHM=hierarchical",
+            by_hosts,
+            f"{told.numbers}; a host sends {least / 1e6:.1f} MB a step instead of {network.crossing_bytes / 1e6:.1f}, and "
+            f"{_rate(1e9 / inside[1]) if inside[1] else 'all'} within hosts",
+            {"backend": "penstock"} if is_gloo else {"PENSTOCK_ALGORITHM": "hierarchical"},
         )
-    elif 0 < flow * network.streams < link and 0 < rate <= 1.1 * flow * network.streams:
-        wanted = min(MOST_STREAMS, -(-link // flow))
-        add(
-            f"{wanted:.0f} streams",
-            f"PENSTOCK_STREAMS={wanted:.0f}",
-            faster(max(1.0, min(link, wanted * flow) / (flow * network.streams))),
-            f"{told}; {network.streams} flows of {_rate(flow)} on a link of {_rate(link)}",
-            {"PENSTOCK_STREAMS": f"{wanted:.0f}"},
+
+
+def _schedules(told: _Told) -> None:
+    """Other schedules of a pipeline, from what its passes take."""
+    found = pipeline(told.models[0])
+    if found is None or any(pipeline(model) != found for model in told.models):
+        return
+    ranks = len(found.chains[0])
+
+    def again(model: Model, wire: Wire) -> float:
+        return period(scheduled(model, found), wire.takes)
+
+    fits = [again(model, wire) / run(model, wire.takes) - 1 for model in told.models for wire in told.wires]
+    if max(map(abs, fits)) > SCHEDULE_FITS:
+        return
+
+    def add(change: str, how: str, order: Order | None = None, *, stages: int = 1, split: int = 1) -> None:
+        def changed(model: Model, wire: Wire) -> float:
+            return period(scheduled(model, found, order, stages=stages, split=split), wire.takes)
+
+        batches = found.batches * split
+        share = (ranks - 1) / (batches * stages + ranks - 1)
+        because = (
+            f"{told.numbers}; {ranks} stages and {found.batches} micro-batches; equal stages would stand still for "
+            f"{share:.0%} of a step instead of {(ranks - 1) / (found.batches + ranks - 1):.0%}"
         )
-    # What is sure to help comes before what may help more.
-    return sorted(made, key=lambda each: each.after_ns * (1 + each.error))
+        told.add(change, how, changed, because, now=again)
+
+    if found.order is gpipe:
+        how = "Schedule1F1B of torch.distributed.pipelining, which also holds fewer micro-batches"
+        add("one forward, one backward", how, one_forward_one_backward)
+    if found.batches % ranks == 0:
+        how = "ScheduleInterleaved1F1B of torch.distributed.pipelining, with two stages a rank; "
+        how += "Megatron: --num-layers-per-virtual-pipeline-stage of half a stage's layers"
+        add("an interleaved schedule", how, interleaved(2), stages=2)
+    how = f"n_microbatches={2 * found.batches} of a schedule of torch.distributed.pipelining, each half as large"
+    add("twice the micro-batches", how, split=2)
 
 
 def _is_of_gradients(move: Move) -> bool:

@@ -123,7 +123,7 @@ class Sample:
     """When the training thread ran torch's operators, in order, without overlap. Those that only wait are not in it."""
     operations: tuple[Operation, ...] = ()
     dropped: int = 0
-    """Events that were left out since there were too many."""
+    """Operations that were left out since there were too many."""
 
 
 @dataclass(frozen=True)
@@ -198,9 +198,8 @@ def _read(file: Any, path: Path) -> Record:
     if given is None or not str(given.get("format", "")).startswith("penstock-profile/"):
         raise Config(f"{path} is no profile of penstock: its first line does not say so")
     if given["format"] != FORMAT:
-        raise Config(
-            f"{path} is a {given['format']}, and this is the reader of {FORMAT}: read it with the penstock that wrote it"
-        )
+        text = f"{path} is a {str(given['format'])[:64]}, and this penstock reads {FORMAT}"
+        raise Config(f"{text}: read it with the penstock that wrote it, or record anew with this one")
     header = _attempt(_header, given)
     if header is None:
         raise Config(f"{path}: its first line does not say which rank of which job recorded it")

@@ -19,20 +19,34 @@ import heapq
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from penstock.profiling.breakdown import OTHER, PURPOSES
 from penstock.profiling.clocks import Clock, clocks
-from penstock.profiling.divide import flight, standing
-from penstock.profiling.intervals import Piece, union
+from penstock.profiling.divide import WARM_UP_STEPS, flight, standing
+from penstock.profiling.intervals import Piece, overlaps, union
 from penstock.profiling.matching import Kind, Meeting, by_rank, kind, meetings
 from penstock.profiling.phases import marked_waits
 from penstock.profiling.record import Operation, Record, Sample, Step
 from penstock.profiling.turns import turns
 from penstock.runtime.wire import sent_bytes
 
-__all__ = ["Act", "Model", "Move", "Period", "Wire", "evened", "merged", "models", "run", "wire_bytes", "wires"]
+__all__ = [
+    "Act",
+    "Model",
+    "Move",
+    "Passes",
+    "Period",
+    "Wire",
+    "burdened",
+    "evened",
+    "merged",
+    "models",
+    "run",
+    "wire_bytes",
+    "wires",
+]
 
 
 class Move(NamedTuple):
@@ -43,11 +57,14 @@ class Move(NamedTuple):
     """That a rank's link carries in one direction."""
     purpose: str
     lane: tuple[int, ...]
-    """Moves of one lane take turns: ``()`` for all collectives, the two ranks for sends."""
+    """Moves of one lane take turns: ``()`` for all collectives between hosts, the first rank for those within one, and sender and
+    receiver for sends, since links carry both directions at a time."""
     operation: str
     group: str
     element_bytes: int = 0
     """0: unknown."""
+    is_inside: bool = False
+    """All its ranks share a host: nothing of it crosses a link."""
 
 
 class Act(NamedTuple):
@@ -56,16 +73,22 @@ class Act(NamedTuple):
     compute_ns: float
     move: int | None
     is_issue: bool
+    paused_ns: float = 0.0
+    """Of computing: no operator ran while bytes moved, since the thread launched an operation, or its processor was taken by what
+    moves them."""
 
 
 class Wire(NamedTuple):
-    """How long a move takes."""
+    """How long a move between hosts takes, and, if there are such, one within a host."""
 
     latency_ns: float
     per_byte_ns: float
+    inside: tuple[float, float] | None = None
+    """The same two within a host; None: as between hosts."""
 
     def takes(self, move: Move) -> float:
-        return self.latency_ns + move.bytes * self.per_byte_ns
+        latency_ns, per_byte_ns = self.inside if move.is_inside and self.inside else self[:2]
+        return latency_ns + move.bytes * per_byte_ns
 
 
 class Period(NamedTuple):
@@ -74,6 +97,22 @@ class Period(NamedTuple):
     moves: int
     bytes: float
     ns: float
+    shortest_ns: float
+    """The shortest move, from when it was ready."""
+    is_inside: bool = False
+
+
+class Passes(NamedTuple):
+    """What a rank computes in a step, without what it stands still for."""
+
+    before_ns: float
+    """Before its first pass."""
+    forward_ns: float
+    """With a part of what lies between passes, as has `backward_ns`."""
+    backward_ns: float
+    batches: int
+    """Backward passes; forward passes that follow each other are one mark."""
+    after_ns: float
 
 
 @dataclass(frozen=True)
@@ -87,10 +126,12 @@ class Model:
     """By rank, in order."""
     moves: tuple[Move, ...]
     measured_ns: float
-    """The step's length, mean over the ranks."""
+    """The length of such a step without torch's profiler, mean over ranks and steps; of this one, if there are few others."""
+    unsure_ns: float
+    """How wrong that may be, since steps differ: two standard errors."""
     periods: tuple[Period, ...]
-    shortest_ns: float
-    """The shortest move, from when it was ready."""
+    passes: Mapping[int, Passes] = field(default_factory=dict)
+    """By rank."""
 
 
 def wire_bytes(operation: Operation, ranks: int) -> float:
@@ -107,8 +148,12 @@ def wire_bytes(operation: Operation, ranks: int) -> float:
     return float(operation.bytes)
 
 
-def models(records: Sequence[Record]) -> list[Model]:
-    """A model of every sampled step that all ranks have, and in which every operation has its partners. O(n log n)."""
+def models(records: Sequence[Record], hosts: Mapping[int, str] | None = None) -> list[Model]:
+    """A model of every sampled step that all ranks have, and in which every operation has its partners. O(n log n).
+
+    Args:
+        hosts: by rank; a rank that is not there has one of its own.
+    """
     ranks, _ = by_rank(records)
     if not ranks:
         return []
@@ -119,15 +164,18 @@ def models(records: Sequence[Record]) -> list[Model]:
     for meeting in met:
         by_step.setdefault(meeting.step, []).append(meeting)
     samples = [{sample.step: sample for sample in record.samples} for record in ranks]
+    plain = {record.header.rank: _plain(record) for record in ranks}
     steps = [{step.number: step for step in record.steps} for record in ranks]
+    steps_of = {record.header.rank: own for record, own in zip(ranks, steps, strict=True)}
+    usual_ns, unsure_ns = _mean_length([plain[record.header.rank] for record in ranks])
     found = []
     seen = [set(each) for each in samples] + [set(each) for each in steps]
     for number in sorted(set.intersection(*seen)):
         here = by_step.get(number, [])
         if not here or not all(meeting.is_whole for meeting in here):
             continue
-        moves, move_of = _moves(here)
-        acts, starts, lengths = {}, {}, []
+        moves, move_of = _moves(here, hosts or {})
+        acts, starts, lengths, passes = {}, {}, [], {}
         for record, own_samples, own_steps in zip(ranks, samples, steps, strict=True):
             rank, step = record.header.rank, own_steps[number]
             clock = clock_of[record.header.host]
@@ -135,13 +183,53 @@ def models(records: Sequence[Record]) -> list[Model]:
             waits = marked_waits(step)
             still = standing(step, own_samples[number], waits, flight(courses, step.start_ns, step.end_ns))
             acts[rank] = _acts(step, own_samples[number], waits, still, move_of.get(rank, {}))
+            passes[rank] = _passes(step, union([*((a, b, None) for a, b, _ in waits), *still]))
             starts[rank] = clock.on_first(step.start_ns)
             lengths.append(step.end_ns - step.start_ns)
-        periods, shortest = _periods(
-            moves, here, {record.header.rank: clock_of[record.header.host] for record in ranks}
-        )
-        found.append(Model(number, starts, acts, moves, statistics.fmean(lengths), periods, shortest))
-    return found
+        periods = _periods(moves, here, {record.header.rank: clock_of[record.header.host] for record in ranks})
+        length = usual_ns or statistics.fmean(lengths)
+        found.append(Model(number, starts, acts, moves, length, unsure_ns, periods, passes))
+    return _as_plain(found, plain, steps_of)
+
+
+def _mean_length(plain: Sequence[Sequence[Step]]) -> tuple[float, float]:
+    """Of the plain steps of all ranks, and two standard errors of it; zeros where a rank has none."""
+    lengths = [step.end_ns - step.start_ns for steps in plain for step in steps]
+    if not all(plain):
+        return 0.0, 0.0
+    # Ranks that wait for each other say the same, so that of one rank counts.
+    return statistics.fmean(lengths), 2 * statistics.pstdev(lengths) / math.sqrt(len(lengths) / len(plain))
+
+
+def _as_plain(
+    found: Sequence[Model], plain: Mapping[int, Sequence[Step]], steps: Mapping[int, Mapping[int, Step]]
+) -> list[Model]:
+    """Computing as long as in plain steps: they need so much less of the processor, since no profiler runs, and get it as
+    readily as in the median sample."""
+    usual_ns: dict[int, float] = {}
+    for rank, own in plain.items():
+        used = [
+            sum(act.compute_ns for act in model.acts[rank]) / steps[rank][model.step].thread_ns
+            for model in found
+            if steps[rank][model.step].thread_ns > 0
+        ]
+        if own and used:
+            usual_ns[rank] = statistics.fmean(step.thread_ns for step in own) * statistics.median(used)
+    made = []
+    for model in found:
+        acts, passes = dict(model.acts), dict(model.passes)
+        for rank, own_acts in model.acts.items():
+            total_ns = sum(act.compute_ns for act in own_acts)
+            if not usual_ns.get(rank) or not total_ns:
+                continue
+            part = usual_ns[rank] / total_ns
+            acts[rank] = tuple(
+                act._replace(compute_ns=act.compute_ns * part, paused_ns=act.paused_ns * part) for act in own_acts
+            )
+            before, forward, backward, batches, after = model.passes[rank]
+            passes[rank] = Passes(before * part, forward * part, backward * part, batches, after * part)
+        made.append(replace(model, acts=acts, passes=passes))
+    return made
 
 
 def run(model: Model, takes: Callable[[Move], float]) -> float:
@@ -188,19 +276,22 @@ def run(model: Model, takes: Callable[[Move], float]) -> float:
     return statistics.fmean(now[rank] - start for rank, start in model.starts_ns.items())
 
 
-def _moves(met: Iterable[Meeting]) -> tuple[tuple[Move, ...], dict[int, dict[int, int]]]:
+def _moves(met: Iterable[Meeting], hosts: Mapping[int, str]) -> tuple[tuple[Move, ...], dict[int, dict[int, int]]]:
     """The moves of a step, and by rank for each of its operations (by identity) which one it is."""
     moves: list[Move] = []
     move_of: dict[int, dict[int, int]] = {}
     for meeting in met:
         ranks = tuple(rank for rank, _ in meeting.parts)
         operation = meeting.parts[0][1]
-        purpose = next((one.purpose for _, one in meeting.parts if one.purpose in PURPOSES), OTHER)
+        # Of a send and a receive the latter's, which tells the direction in a pipeline.
+        purpose = next((one.purpose for _, one in reversed(meeting.parts) if one.purpose in PURPOSES), OTHER)
         nbytes = max(wire_bytes(one, len(ranks)) for _, one in meeting.parts)
-        lane = tuple(sorted(ranks)) if meeting.kind is Kind.SEND else ()
+        is_inside = len({hosts.get(rank, str(rank)) for rank in ranks}) == 1
+        lane = ranks if meeting.kind is Kind.SEND else (min(ranks),) if is_inside else ()
         for rank, one in meeting.parts:
             move_of.setdefault(rank, {})[id(one)] = len(moves)
-        moves.append(Move(ranks, nbytes, purpose, lane, operation.name, operation.group, operation.element_bytes))
+        of = (operation.name, operation.group, operation.element_bytes, is_inside)
+        moves.append(Move(ranks, nbytes, purpose, lane, *of))
     return tuple(moves), move_of
 
 
@@ -213,37 +304,96 @@ def _acts(
 ) -> tuple[Act, ...]:
     """What the training thread did. A wait for something that is no operation of the sample counts as computing."""
     operations = sorted(sample.operations, key=lambda one: one.issued_ns)
-    waiting: list[tuple[int, int, str, str]] = [(start, end, *key) for start, end, key in waits]
-    waiting += [(start, end, "", "") for start, end, _ in still]
+    # Start, end, operation and group as far as they are known, and since when what is waited for may have been issued.
+    waiting: list[tuple[int, int, str, str, int]] = [(start, end, *key, step.start_ns) for start, end, key in waits]
+    last, paused = _after_launches(step, operations, still)
+    waiting += [(start, end, "", "", since) for start, end, since in last]
     # What happens on the thread: (moment, its own duration on the thread, what).
     events: list[tuple[int, int, int, bool]] = []
-    stood = union((start, end, None) for start, end, _, _ in waiting)
+    stood = union((start, end, None) for start, end, *_ in waiting)
     for one in operations:
         before = bisect.bisect_left(stood, one.issued_ns, key=lambda piece: piece[0]) - 1
         is_inside = before >= 0 and one.issued_ns <= stood[before][1]
         at = min(max(stood[before][0] if is_inside else one.issued_ns, step.start_ns), step.end_ns)
         events.append((at, at, move_of[id(one)], True))
     by_end = sorted(operations, key=lambda one: one.ended_ns)
-    for start, end, name, group in sorted(waiting):
+    for start, end, name, group, since in sorted(waiting):
         first = bisect.bisect_right(by_end, start, key=lambda one: one.ended_ns)
         until = bisect.bisect_right(by_end, end + SLACK_NS, key=lambda one: one.ended_ns)
-        ended = [one for one in by_end[first:until] if one.issued_ns < end]
+        ended = [one for one in by_end[first:until] if since <= one.issued_ns < end]
         if not ended:
             # Or its end was noted late: a backend's thread may lose its processor just then.
             after = bisect.bisect_right(by_end, end + (end - start) // LATE, key=lambda one: one.ended_ns)
-            ended = [one for one in by_end[until:after] if one.issued_ns < end][:1]
+            ended = [one for one in by_end[until:after] if since <= one.issued_ns < end][:1]
         named = [one for one in ended if kind(one.name) is kind(name) and one.group == group] if name else []
-        last = max(named or ended, key=lambda one: one.ended_ns, default=None)
-        if last is not None:
-            events.append((start, min(last.ended_ns, end), move_of[id(last)], False))
+        # What shares the wire ends in any order, so the thread waited for all of them.
+        events += [(start, min(one.ended_ns, end), move_of[id(one)], False) for one in named or ended]
     events.sort(key=lambda event: (event[0], not event[3]))
     acts: list[Act] = []
     done_ns = step.start_ns
-    for start, end, move, is_issue in events:
-        acts.append(Act(max(0, start - done_ns), move, is_issue))
+    pauses = iter([*paused, (math.inf, math.inf, None)])
+    pause = next(pauses)
+    for start, end, move, is_issue in [*events, (step.end_ns, step.end_ns, None, False)]:
+        taken_ns = 0.0
+        while pause[0] < start:
+            taken_ns += pause[1] - pause[0]
+            pause = next(pauses)
+        compute_ns = max(0, start - done_ns)
+        acts.append(Act(compute_ns, move, is_issue, min(compute_ns, taken_ns)))
         done_ns = max(done_ns, end)
-    acts.append(Act(max(0, step.end_ns - done_ns), None, False))
     return tuple(acts)
+
+
+def _plain(record: Record) -> list[Step]:
+    """The steps in which torch's profiler does nothing: it starts a step before a sample, and stops in the one behind. None, if
+    they are few."""
+    near = {sample.step + at for sample in record.samples for at in (-1, 0, 1)}
+    found = [step for step in record.steps[WARM_UP_STEPS:] if step.number not in near]
+    return found if len(found) >= FEW else []
+
+
+def _after_launches(
+    step: Step, operations: Sequence[Operation], still: Sequence[Piece[None]]
+) -> tuple[list[Piece[int]], list[Piece[None]]]:
+    """The unmarked pauses that may be waits, with the begin of their pass, and the others: DDP waits once all buckets of the pass
+    are launched, and for these."""
+    issued = [one.issued_ns for one in operations]
+    backward = sorted((span.start_ns, span.end_ns) for span in step.spans if span.phase == "backward")
+    waits: list[Piece[int]] = []
+    others: list[Piece[None]] = []
+    for piece in still:
+        at = bisect.bisect_right(backward, piece[0], key=lambda span: span[0]) - 1
+        since, until = backward[at] if at >= 0 else (step.start_ns, step.end_ns)
+        last = bisect.bisect_left(issued, until) - 1
+        if last < 0 or issued[last] <= piece[1]:
+            waits.append((piece[0], piece[1], since))
+        else:
+            others.append(piece)
+    return waits, others
+
+
+def _passes(step: Step, stood: Sequence[Piece[None]]) -> Passes:
+    """Of a thread that stands still in the pieces of ``stood``."""
+    marks: list[tuple[int, int, bool]] = []
+    for span in sorted(step.spans, key=lambda span: (span.start_ns, -span.end_ns)):
+        if span.phase in ("forward", "backward") and (not marks or span.start_ns >= marks[-1][1]):
+            marks.append((span.start_ns, span.end_ns, span.phase == "forward"))
+
+    def ran(windows: Sequence[tuple[int, int]]) -> list[float]:
+        left = [float(end - start) for start, end in windows]
+        for start, end, at, _ in overlaps([(a, b, at) for at, (a, b) in enumerate(windows)], stood):
+            left[at] -= end - start
+        return left
+
+    if not marks:
+        return Passes(ran([(step.start_ns, step.end_ns)])[0], 0.0, 0.0, 0, 0.0)
+    first, last = marks[0][0], marks[-1][1]
+    before, inner, after = ran([(step.start_ns, first), (first, last), (last, step.end_ns)])
+    took = ran([each[:2] for each in marks])
+    forward = sum(ns for ns, mark in zip(took, marks, strict=True) if mark[2])
+    share = inner / sum(took) if sum(took) > 0 else 1.0
+    batches = sum(not mark[2] for mark in marks)
+    return Passes(before, forward * share, (sum(took) - forward) * share, batches, after)
 
 
 def wires(found: Sequence[Model], link_bytes_s: float = 0.0) -> tuple[Wire, ...]:
@@ -253,6 +403,15 @@ def wires(found: Sequence[Model], link_bytes_s: float = 0.0) -> tuple[Wire, ...]
         link_bytes_s: what the link carries at most, if that is known.
     """
     periods = [period for model in found for period in model.periods]
+    crossing = [period for period in periods if not period.is_inside]
+    within = [period for period in periods if period.is_inside]
+    if not crossing:
+        return _fitted(within, 0.0)
+    inside = next((wire[:2] for wire in _fitted(within, 0.0)), None)
+    return tuple(wire._replace(inside=inside) for wire in _fitted(crossing, link_bytes_s))
+
+
+def _fitted(periods: Sequence[Period], link_bytes_s: float) -> tuple[Wire, ...]:
     if not periods:
         return ()
     # min sum ((moves a + bytes b - t) / t)^2 with a and b not below 0.
@@ -266,16 +425,16 @@ def wires(found: Sequence[Model], link_bytes_s: float = 0.0) -> tuple[Wire, ...]
     if determinant > ALIKE * aa * bb:
         latency, per_byte = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
         return (Wire(a1 / aa, 0.0) if per_byte < 0 else plain if latency < 0 else Wire(latency, per_byte),)
-    moves, nbytes, ns = (sum(each) for each in zip(*periods, strict=True))
+    moves, nbytes = sum(period.moves for period in periods), sum(period.bytes for period in periods)
+    # Both say the same of what was seen.
+    ns = nbytes * plain.per_byte_ns
     least = 1e9 / link_bytes_s if link_bytes_s else 0.0
-    latency = max(0.0, min((ns - nbytes * least) / moves, *(model.shortest_ns for model in found if model.moves)))
+    latency = max(0.0, min((ns - nbytes * least) / moves, *(period.shortest_ns for period in periods)))
     return (plain, Wire(latency, max(0.0, ns - moves * latency) / nbytes))
 
 
-def _periods(
-    moves: Sequence[Move], met: Sequence[Meeting], clock: Mapping[int, Clock]
-) -> tuple[tuple[Period, ...], float]:
-    """The busy periods of a step, and its shortest move."""
+def _periods(moves: Sequence[Move], met: Sequence[Meeting], clock: Mapping[int, Clock]) -> tuple[Period, ...]:
+    """The busy periods of a step."""
     lanes: dict[tuple[int, ...], list[tuple[float, float, Move]]] = {}
     for move, meeting in zip(moves, met, strict=True):
         all_there = max(float(clock[rank].on_first(one.issued_ns)) for rank, one in meeting.parts)
@@ -287,12 +446,13 @@ def _periods(
         for ready, ended, move in sorted(lane, key=lambda span: span[:2]):
             if ready > until:
                 since, until = ready, ended
-                found.append(Period(1, move.bytes, until - since))
+                found.append(Period(1, move.bytes, until - since, ended - ready, move.is_inside))
             else:
                 until = max(until, ended)
-                before = found[-1]
-                found[-1] = Period(before.moves + 1, before.bytes + move.bytes, until - since)
-    return tuple(found), min((ended - ready for lane in lanes.values() for ready, ended, _ in lane), default=0.0)
+                last = found[-1]
+                shortest_ns = min(last.shortest_ns, ended - ready)
+                found[-1] = Period(last.moves + 1, last.bytes + move.bytes, until - since, shortest_ns, last.is_inside)
+    return tuple(found)
 
 
 def _squares(points: Sequence[tuple[float, float]]) -> Iterable[list[tuple[float, float]]]:
@@ -333,17 +493,35 @@ def merged(model: Model, least_bytes: float, is_bucket: Callable[[Move], bool]) 
         mine = {into[act.move] for act in own if act.move is not None and act.is_issue}
         for act in own:
             target = None if act.move is None else into[act.move]
+            compute_ns, paused_ns = act.compute_ns, act.paused_ns
             if act.move is not None and target is not None:
                 is_part = act.is_issue and last[target] != act.move
-                is_early = not act.is_issue and target in mine - issued
+                is_early = not act.is_issue and target in mine and target not in issued
+                if is_part or not issued:
+                    # This launch is none, or nothing moves yet.
+                    compute_ns, paused_ns = compute_ns - paused_ns, 0.0
                 if is_part or is_early:
-                    carried += act.compute_ns
+                    carried += compute_ns
                     continue
                 issued.add(target)
-            made.append(Act(act.compute_ns + carried, target, act.is_issue))
+            made.append(Act(compute_ns + carried, target, act.is_issue, paused_ns))
             carried = 0.0
         acts[rank] = tuple(made)
     return replace(model, moves=tuple(moves), acts=acts)
+
+
+def burdened(model: Model, more_ns: Callable[[Move], float]) -> Model:
+    """With more to compute before each move is issued."""
+    acts = {
+        rank: tuple(
+            act._replace(compute_ns=act.compute_ns + more_ns(model.moves[act.move]))
+            if act.is_issue and act.move is not None
+            else act
+            for act in own
+        )
+        for rank, own in model.acts.items()
+    }
+    return replace(model, acts=acts)
 
 
 def evened(model: Model) -> Model:
@@ -361,6 +539,8 @@ def evened(model: Model) -> Model:
     return replace(model, acts=acts, starts_ns=dict.fromkeys(model.starts_ns, 0.0))
 
 
+FEW = 3
+"""Fewer plain steps than this say little on the mean."""
 ALIKE = 0.02
 """Periods are alike where the determinant of the fit is below this share of what it can be."""
 SLACK_NS = 200_000

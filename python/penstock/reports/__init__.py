@@ -12,6 +12,7 @@ here, once:
 - `timeline`: what ran when, row by row, as data and as SVG. Pure.
 - `tables`: a table for the terminal and for the page, from the same texts.
 - `page`: the skeleton, and what stands in it.
+- `terminal`: the first screen of a page on a terminal, with its bars.
 - ``style.css``: the only place that names colours. Charts refer to its variables, so that they follow light and dark mode.
 
 Why not a chart library in JavaScript? A page would carry megabytes of it, and show nothing where scripts are off or the page is

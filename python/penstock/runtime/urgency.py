@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from penstock.errors import Config
 
-__all__ = ["Urgency", "current", "priority"]
+__all__ = ["Urgency", "current", "priority", "within"]
 
 
 class Started(Protocol):
@@ -76,7 +76,7 @@ def priority(number: int) -> Iterator[Urgency]:
     those that were queued first. Between hosts, operations with less than 128 have a stream that the others leave free.
     Priorities change when bytes travel, never what they become. Each rank sends by its own, so ranks should agree. A batch
     (`torch.distributed.batch_isend_irecv`) takes each call's. What goes through aggregators keeps its order within a group. A
-    `GradientReducer` has a priority of its own; Horovod's and JAX's operations have none.
+    `GradientReducer` has a priority of its own. Of Horovod's operations those of one priority are fused.
 
     The block's value changes the priority of what the block has started (`Urgency.change`).
 
@@ -84,9 +84,16 @@ def priority(number: int) -> Iterator[Urgency]:
         penstock.errors.Config: it is no whole number from 0 to 255.
     """
     block = Urgency(number)
+    with within(block):
+        yield block
+
+
+@contextlib.contextmanager
+def within(block: Urgency | None) -> Iterator[None]:
+    """This thread starts operations for one that was in ``block``, or in none."""
     before = _current.set(block)
     try:
-        yield block
+        yield
     finally:
         _current.reset(before)
 

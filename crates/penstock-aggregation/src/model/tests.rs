@@ -1,5 +1,6 @@
 use super::scope::{Apart, one_slot, scope};
 use super::*;
+use penstock_testing::on_all_cores;
 
 /// With all rules, no interleaving breaks anything.
 #[test]
@@ -14,13 +15,13 @@ fn every_interleaving() {
 
 /// Nor do two faults together, of the kinds that leave few enough states.
 #[test]
-fn two_faults() {
+fn a_pair_of_faults() {
     holds(Scope { kinds: Kinds::Packets, ..scope(Story::Plain, 3, 2) }, 3_000_000);
 }
 
 /// Nor two in the other stories.
 #[test]
-fn two_faults_and_epochs() {
+fn a_pair_of_faults_and_epochs() {
     holds(Scope { kinds: Kinds::Losses, ..scope(Story::Epochs, 1, 2) }, 400_000);
     holds(one_slot(2), 360_000);
 }
@@ -86,8 +87,7 @@ fn every_rule_is_needed() {
         Reset, Stale, Duplicate, Keep, Heart, Epoch, Serial, Once, Overlap, Whole, Window, Answer, Bypass, Credit,
         Resend, Commit, Request, Deliver,
     ];
-    let mut idle = Vec::new();
-    for rule in rules {
+    all_needed(&rules, |rule| {
         let scopes: &[Scope] = match rule {
             Epoch => &[scope(Story::Epochs, 1, 0)],
             Bypass => &[scope(Story::Cut, 2, 0), scope(Story::Cut, 1, 1)],
@@ -97,17 +97,22 @@ fn every_rule_is_needed() {
             ],
             _ => &[scope(Story::Plain, 3, 0), scope(Story::Plain, 3, 1), scope(Story::Plain, 2, 2)],
         };
-        let broken = scopes.iter().find_map(|scope| {
-            let rules = Rules { without: Some(rule) };
-            explore(Scope { rules, ..*scope }).broken.map(|broken| (scope.faults, broken))
+        scopes.to_vec()
+    });
+}
+
+/// Without any one of these rules, an interleaving of a scope that `scopes` has for it breaks something.
+fn all_needed(rules: &[Rule], scopes: impl Fn(Rule) -> Vec<Scope> + Sync) {
+    let idle = on_all_cores(rules, |rule| {
+        let broken = scopes(*rule).into_iter().find_map(|scope| {
+            let rules = Rules { without: Some(*rule) };
+            explore(Scope { rules, ..scope }).broken.map(|broken| (scope.faults, broken))
         });
-        match broken {
-            Some((faults, (what, steps))) => {
-                println!("{rule:?}, {faults} faults: {what}\n  {}", steps.join("\n  "))
-            }
-            None => idle.push(rule),
-        }
-    }
+        let Some((faults, (what, steps))) = broken else { return Some(rule) };
+        println!("{rule:?}, {faults} faults: {what}\n  {}", steps.join("\n  "));
+        None
+    });
+    let idle: Vec<&Rule> = idle.into_iter().flatten().collect();
     assert!(idle.is_empty(), "nothing breaks without {idle:?}");
 }
 
@@ -152,25 +157,14 @@ fn more_of_a_pull() {
 #[test]
 fn every_rule_of_a_pull_is_needed() {
     use Rule::*;
-    let mut idle = Vec::new();
-    for rule in [Heart, Epoch, Serial, Answer, Request, Deliver, Limit, Room] {
-        let scopes = match rule {
-            Epoch => vec![apart(1, 0b1, scope(Story::Epochs, 1, 0))],
-            // More results than the window has places.
-            Room => vec![apart(3, 0b11, one_slot(0)), apart(3, 0b11, Scope { kinds: Kinds::Packets, ..one_slot(1) })],
-            _ => vec![
-                apart(1, 0b11, one_slot(0)),
-                apart(1, 0b11, Scope { kinds: Kinds::Packets, ..one_slot(1) }),
-                apart(2, 0b11, Scope { kinds: Kinds::Packets, ..one_slot(2) }),
-            ],
-        };
-        let broken = scopes.into_iter().find_map(|scope| {
-            explore(Scope { rules: Rules { without: Some(rule) }, ..scope }).broken.map(|broken| (scope.faults, broken))
-        });
-        match broken {
-            Some((faults, (what, steps))) => println!("{rule:?}, {faults} faults: {what}\n  {}", steps.join("\n  ")),
-            None => idle.push(rule),
-        }
-    }
-    assert!(idle.is_empty(), "nothing breaks without {idle:?}");
+    all_needed(&[Heart, Epoch, Serial, Answer, Request, Deliver, Limit, Room], |rule| match rule {
+        Epoch => vec![apart(1, 0b1, scope(Story::Epochs, 1, 0))],
+        // More results than the window has places.
+        Room => vec![apart(3, 0b11, one_slot(0)), apart(3, 0b11, Scope { kinds: Kinds::Packets, ..one_slot(1) })],
+        _ => vec![
+            apart(1, 0b11, one_slot(0)),
+            apart(1, 0b11, Scope { kinds: Kinds::Packets, ..one_slot(1) }),
+            apart(2, 0b11, Scope { kinds: Kinds::Packets, ..one_slot(2) }),
+        ],
+    });
 }

@@ -1,6 +1,6 @@
 //! What a client decides: which call is made next, when its bytes travel, when it has ended.
 
-use super::record::{Kind, Lane, Limits, Outcome, Record};
+use super::record::{Class, Kind, Limits, Outcome, Record};
 use super::{Fault, INLINE, MAX_TEXT};
 use penstock_types::{Priority, Time};
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
@@ -17,10 +17,10 @@ pub struct Client {
     queue: BTreeSet<(Priority, u64)>,
     /// When calls that can be abandoned become late, and which.
     deadlines: BTreeSet<(Time, u64)>,
-    /// How many calls were sent on each lane.
+    /// How many calls were sent on each class.
     next: [u64; 2],
-    /// On which lanes the server has answered our good-bye.
-    byes: BTreeSet<Lane>,
+    /// On which classes the server has answered our good-bye.
+    byes: BTreeSet<Class>,
     /// Slots that no call uses.
     free: BTreeSet<u32>,
     phase: Phase,
@@ -113,8 +113,8 @@ pub enum Ended {
 /// What is to be done, in this order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ClientAction {
-    /// Send this record on a lane.
-    Say(Lane, Record),
+    /// Send this record on a class.
+    Say(Class, Record),
     /// Send the body of a call under its slot's tag; then call [`Client::sent`]. `zeros`: its caller has its memory back, so send as
     /// many zeros; the server, which has a place for them, drops them.
     Transmit {
@@ -254,7 +254,7 @@ impl Client {
     ///
     /// # Errors
     /// What it may not say; the connection must end.
-    pub fn record(&mut self, lane: Lane, record: Record) -> Result<(), Fault> {
+    pub fn record(&mut self, class: Class, record: Record) -> Result<(), Fault> {
         if self.is_over() {
             return Ok(());
         }
@@ -283,8 +283,8 @@ impl Client {
                 self.end_when_idle();
             }
             Record::Bye => match self.phase {
-                Phase::Leaving(why) if self.byes.insert(lane) => {
-                    if self.byes.len() == Lane::ALL.len() {
+                Phase::Leaving(why) if self.byes.insert(class) => {
+                    if self.byes.len() == Class::ALL.len() {
                         self.phase = Phase::Over(why);
                         self.actions.push_back(ClientAction::Leave);
                     }
@@ -332,7 +332,7 @@ impl Client {
                 Some((id, _)) => {
                     call.is_abandoned = true;
                     self.time(number);
-                    self.actions.push_back(ClientAction::Say(Lane::of_call(id), Record::Cancel { id }));
+                    self.actions.push_back(ClientAction::Say(Class::of_call(id), Record::Cancel { id }));
                 }
                 None => {
                     self.queue.remove(&(call.ask.priority, number));
@@ -359,14 +359,14 @@ impl Client {
                 continue;
             }
             self.free.remove(&slot);
-            let lane = Lane::of(priority);
-            let id = lane.call(self.next[lane as usize]);
-            self.next[lane as usize] += 1;
+            let class = Class::of(priority);
+            let id = class.call(self.next[class as usize]);
+            self.next[class as usize] += 1;
             self.sent.insert(id, number);
             call.sent = Some((id, slot));
             let name = call.ask.name.clone();
             let record = Record::Call { id, slot, kind, name, body, room, exact, priority };
-            self.actions.push_back(ClientAction::Say(lane, record));
+            self.actions.push_back(ClientAction::Say(class, record));
             if body > 0 && body <= INLINE {
                 self.transmit(number);
             }
@@ -478,7 +478,7 @@ impl Client {
             && self.limits.is_some()
         {
             self.phase = Phase::Leaving(why);
-            self.actions.extend(Lane::ALL.map(|lane| ClientAction::Say(lane, Record::Bye)));
+            self.actions.extend(Class::ALL.map(|class| ClientAction::Say(class, Record::Bye)));
         }
     }
 

@@ -7,7 +7,7 @@
 //!
 //! A client and its server are a group of two ranks, in which all that is said is messages under tags
 //! ([`crate::groups`]): so connections, authentication, credit, references to shared memory, and the loss of a peer are those of
-//! ranks. [`Record`]s, all of one length, go under the tag of their [`Lane`]. The bytes of a call go under the tag of its slot
+//! ranks. [`Record`]s, all of one length, go under the tag of their [`Class`]. The bytes of a call go under the tag of its slot
 //! ([`slot_tag`]), and a slot serves one call at a time: so both sides know the length of the next message under each tag.
 //!
 //! ```text
@@ -27,7 +27,7 @@ mod server;
 mod tests;
 
 pub use client::{Ask, Client, ClientAction, Ended, Target};
-pub use record::{Kind, Lane, Limits, Outcome, Record};
+pub use record::{Class, Kind, Limits, Outcome, Record};
 pub use server::{Asked, Server, ServerAction};
 
 /// A body of up to this many bytes follows its call at once. Below the length from which messages within a host are references, so
@@ -39,7 +39,7 @@ pub const MAX_TEXT: u64 = 4096;
 /// The tag under which the bytes of a call travel.
 #[must_use]
 pub fn slot_tag(slot: u32) -> u32 {
-    slot + Lane::ALL.len() as u32
+    slot + Class::ALL.len() as u32
 }
 
 /// The other side has said what it may not say: its process is defective, or is not Penstock. The connection cannot go on.

@@ -16,30 +16,30 @@
 use super::Fault;
 use penstock_types::Priority;
 
-/// In which order a record is. Records of one lane come in the order in which they were sent; those of urgent calls have a lane of
+/// In which order a record is. Records of one class come in the order in which they were sent; those of urgent calls have a class of
 /// their own, since a record that waits behind bulk would hold up all that come after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Lane {
+pub enum Class {
     /// Welcome, closing, good-bye, and the records of most calls.
     Usual,
     /// Records of calls that are more urgent than usual, and good-bye.
     Urgent,
 }
 
-impl Lane {
+impl Class {
     /// Both.
-    pub const ALL: [Lane; 2] = [Lane::Usual, Lane::Urgent];
+    pub const ALL: [Class; 2] = [Class::Usual, Class::Urgent];
 
-    /// That of a call.
+    /// The class of a call with this priority.
     #[must_use]
-    pub fn of(priority: Priority) -> Lane {
-        if priority.is_urgent() { Lane::Urgent } else { Lane::Usual }
+    pub fn of(priority: Priority) -> Class {
+        if priority.is_urgent() { Class::Urgent } else { Class::Usual }
     }
 
-    /// That of the call with this number.
+    /// The class of the call with this number.
     #[must_use]
-    pub fn of_call(id: u64) -> Lane {
-        Lane::ALL[(id >> 63) as usize]
+    pub fn of_call(id: u64) -> Class {
+        Class::ALL[(id >> 63) as usize]
     }
 
     /// The number of its `count`-th call, from 0 on.
@@ -58,8 +58,8 @@ impl Lane {
     #[must_use]
     pub fn priority(self) -> Priority {
         match self {
-            Lane::Usual => Priority::USUAL,
-            Lane::Urgent => Priority(i32::MIN),
+            Class::Usual => Priority::USUAL,
+            Class::Urgent => Priority(i32::MIN),
         }
     }
 }
@@ -137,49 +137,49 @@ pub struct Limits {
     pub in_flight: u64,
 }
 
-/// A message under the tag of a lane.
+/// A message under the tag of a class.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Record {
     /// Of the server, first: what it takes.
     Welcome(Limits),
     /// Of the client: a call.
     Call {
-        /// Counts the calls of its lane ([`Lane::call`]).
+        /// Counts the calls of its class ([`Class::call`]).
         id: u64,
         /// Under which tag its bytes travel.
         slot: u32,
-        /// What it is.
+        /// Whether bytes go up, down or both.
         kind: Kind,
-        /// What it is about.
+        /// The name that the server serves.
         name: String,
         /// Bytes of its body.
         body: u64,
         /// The most bytes of reply that the client takes.
         room: u64,
-        /// The reply must have as many.
+        /// The reply must have exactly `room` bytes.
         exact: bool,
-        /// How urgent.
+        /// The priority of the call.
         priority: Priority,
     },
     /// Of the client: it waits for this call no longer.
     Cancel {
-        /// Which.
+        /// The number of the call.
         id: u64,
     },
     /// Of the server: the body of this call may come.
     Go {
-        /// Which.
+        /// The number of the call.
         id: u64,
     },
     /// Of the server: it has read the `Cancel` of a call whose body it has said may come. Bytes of that length may come now, and go
     /// nowhere.
     Withdrawn {
-        /// Which.
+        /// The number of the call.
         id: u64,
     },
     /// Of the server: the call has ended there, and so many bytes follow under its slot's tag, of reply or of text.
     Reply {
-        /// Which.
+        /// The number of the call.
         id: u64,
         /// How it has ended.
         outcome: Outcome,
@@ -188,7 +188,7 @@ pub enum Record {
     },
     /// Of the server: it ends; no call that it has not begun is taken any more.
     Closing,
-    /// Of the client: it has no calls and makes no more. Of the server: the answer to that. The last record of each, on each lane.
+    /// Of the client: it has no calls and makes no more. Of the server: the answer to that. The last record of each, on each class.
     Bye,
 }
 

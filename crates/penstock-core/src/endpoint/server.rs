@@ -1,6 +1,6 @@
 //! What a server decides: which calls it takes, whose bytes may come, which call a handler gets next.
 
-use super::record::{Kind, Lane, Limits, Outcome, Record};
+use super::record::{Class, Kind, Limits, Outcome, Record};
 use super::{Fault, INLINE, MAX_TEXT};
 use penstock_types::Priority;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -25,7 +25,7 @@ pub struct Server {
 
 #[derive(Debug, Default)]
 struct Session {
-    /// The number of its next call on each lane.
+    /// The number of its next call on each class.
     next: [u64; 2],
     calls: BTreeMap<u64, Called>,
     /// Calls whose body waits for room, the most urgent first, then the oldest: urgency, order, call.
@@ -36,8 +36,8 @@ struct Session {
     held: u64,
     /// Of these, bytes of replies that it has not taken.
     untaken: u64,
-    /// It has said good-bye on these lanes.
-    byes: BTreeSet<Lane>,
+    /// It has said good-bye on these classes.
+    byes: BTreeSet<Class>,
 }
 
 #[derive(Debug)]
@@ -74,8 +74,8 @@ pub enum ServerAction {
     Say {
         /// To whom.
         client: u32,
-        /// On which lane.
-        lane: Lane,
+        /// On which class.
+        class: Class,
         /// What.
         record: Record,
     },
@@ -211,9 +211,9 @@ impl Server {
     /// A client is connected, under a new number.
     pub fn connected(&mut self, client: u32) {
         self.sessions.insert(client, Session::default());
-        self.say(client, Lane::Usual, Record::Welcome(self.limits));
+        self.say(client, Class::Usual, Record::Welcome(self.limits));
         if self.is_closing {
-            self.say(client, Lane::Usual, Record::Closing);
+            self.say(client, Class::Usual, Record::Closing);
         }
     }
 
@@ -233,21 +233,21 @@ impl Server {
             for id in calls {
                 self.end_unseen(client, id, Outcome::Closing, CLOSED.to_owned());
             }
-            self.say(client, Lane::Usual, Record::Closing);
+            self.say(client, Class::Usual, Record::Closing);
         }
     }
 
     /// A client says this.
-    pub fn record(&mut self, client: u32, lane: Lane, record: Record) {
+    pub fn record(&mut self, client: u32, class: Class, record: Record) {
         let Some(session) = self.sessions.get(&client) else { return };
         let result = match record {
-            _ if session.byes.contains(&lane) => Err(Fault("a record after its good-bye")),
-            Record::Call { id, .. } | Record::Cancel { id } if Lane::of_call(id) != lane => {
-                Err(Fault("a record on the lane of others"))
+            _ if session.byes.contains(&class) => Err(Fault("a record after its good-bye")),
+            Record::Call { id, .. } | Record::Cancel { id } if Class::of_call(id) != class => {
+                Err(Fault("a record of a call of another class"))
             }
-            Record::Call { .. } => self.called(client, lane, record),
-            Record::Cancel { id } => self.cancelled(client, lane, id),
-            Record::Bye => self.bye(client, lane),
+            Record::Call { .. } => self.called(client, class, record),
+            Record::Cancel { id } => self.cancelled(client, class, id),
+            Record::Bye => self.bye(client, class),
             _ => Err(Fault("a record that only servers send")),
         };
         if let Err(fault) = result {
@@ -334,11 +334,11 @@ impl Server {
         false
     }
 
-    fn called(&mut self, client: u32, lane: Lane, record: Record) -> Result<(), Fault> {
+    fn called(&mut self, client: u32, class: Class, record: Record) -> Result<(), Fault> {
         let Record::Call { id, slot, kind, name, body, room, exact, priority } = record else { unreachable!("a call") };
         let limits = self.limits;
         let session = self.sessions.get_mut(&client).expect("looked at");
-        if id != lane.call(session.next[lane as usize]) {
+        if id != class.call(session.next[class as usize]) {
             return Err(Fault("a call out of turn"));
         }
         if slot >= limits.calls || session.busy.contains(&slot) {
@@ -350,7 +350,7 @@ impl Server {
         if kind == Kind::Pull && body > 0 {
             return Err(Fault("a pull with a body"));
         }
-        session.next[lane as usize] += 1;
+        session.next[class as usize] += 1;
         self.order += 1;
         let most = if kind == Kind::Push { limits.push } else { limits.request };
         let ends = if self.is_closing {
@@ -380,8 +380,8 @@ impl Server {
         Ok(())
     }
 
-    fn cancelled(&mut self, client: u32, lane: Lane, id: u64) -> Result<(), Fault> {
-        if id >= lane.call(self.sessions[&client].next[lane as usize]) {
+    fn cancelled(&mut self, client: u32, class: Class, id: u64) -> Result<(), Fault> {
+        if id >= class.call(self.sessions[&client].next[class as usize]) {
             return Err(Fault("a call that is withdrawn before it was made"));
         }
         let Some(called) = self.call(client, id) else { return Ok(()) };
@@ -396,19 +396,19 @@ impl Server {
                 let is_promised = matches!(stage, Stage::Arrives { .. }) && called.body > INLINE;
                 self.end_unseen(client, id, Outcome::Cancelled, String::new());
                 if is_promised {
-                    self.say(client, lane, Record::Withdrawn { id });
+                    self.say(client, class, Record::Withdrawn { id });
                 }
             }
         }
         Ok(())
     }
 
-    fn bye(&mut self, client: u32, lane: Lane) -> Result<(), Fault> {
+    fn bye(&mut self, client: u32, class: Class) -> Result<(), Fault> {
         let session = self.sessions.get_mut(&client).expect("looked at");
         if !session.busy.is_empty() {
             return Err(Fault("a good-bye before the end of its calls"));
         }
-        session.byes.insert(lane);
+        session.byes.insert(class);
         self.leave_when_taken(client);
         Ok(())
     }
@@ -416,8 +416,8 @@ impl Server {
     /// Answers a client's good-bye. It has its replies, but their acknowledgements may come after it.
     fn leave_when_taken(&mut self, client: u32) {
         let session = &self.sessions[&client];
-        if session.byes.len() == Lane::ALL.len() && session.calls.is_empty() {
-            Lane::ALL.into_iter().for_each(|lane| self.say(client, lane, Record::Bye));
+        if session.byes.len() == Class::ALL.len() && session.calls.is_empty() {
+            Class::ALL.into_iter().for_each(|class| self.say(client, class, Record::Bye));
             self.lost(client);
             self.actions.push_back(ServerAction::Leave { client });
         }
@@ -449,7 +449,7 @@ impl Server {
             }
             // The place is there before the client hears of it.
             self.receive(client, id, None);
-            self.say(client, Lane::of_call(id), Record::Go { id });
+            self.say(client, Class::of_call(id), Record::Go { id });
         }
     }
 
@@ -489,7 +489,7 @@ impl Server {
     }
 
     fn leave(&mut self, client: u32, id: u64, outcome: Outcome, len: u64, text: Option<String>) {
-        self.say(client, Lane::of_call(id), Record::Reply { id, outcome, len });
+        self.say(client, Class::of_call(id), Record::Reply { id, outcome, len });
         let session = self.sessions.get_mut(&client).expect("it has called");
         let called = session.calls.get_mut(&id).expect("it has called");
         session.waiting.remove(&(called.priority, called.order, id));
@@ -517,8 +517,8 @@ impl Server {
         format!("it serves no {kind} called {name:?}; {} that it serves: {served}", plural(kind))
     }
 
-    fn say(&mut self, client: u32, lane: Lane, record: Record) {
-        self.actions.push_back(ServerAction::Say { client, lane, record });
+    fn say(&mut self, client: u32, class: Class, record: Record) {
+        self.actions.push_back(ServerAction::Say { client, class, record });
     }
 
     fn call(&mut self, client: u32, id: u64) -> Option<&mut Called> {

@@ -12,8 +12,8 @@ const COPIED: u64 = 32 * 1024;
 /// What may happen next; ties are broken by the order of planning.
 #[derive(Clone, Debug)]
 enum Event {
-    ToServer(usize, Lane, Record),
-    ToClient(usize, Lane, Record),
+    ToServer(usize, Class, Record),
+    ToClient(usize, Class, Record),
     /// Bytes under a tag are here: at whom, whose call, what they are.
     Arrived(Side, usize, u64, Bytes),
     /// The receiver's word that they are.
@@ -65,8 +65,8 @@ struct OneClient {
     replies: HashMap<u64, Bytes>,
     is_dead: bool,
     has_left: bool,
-    /// When the last record on each lane in each direction arrives: they stay in order.
-    last: HashMap<(Side, Lane), u64>,
+    /// When the last record on each class in each direction arrives: they stay in order.
+    last: HashMap<(Side, Class), u64>,
     tags: BTreeMap<(Side, u32), Tag>,
 }
 
@@ -136,16 +136,16 @@ impl World {
         if self.random.u8(..8) == 0 { self.random.u64(..2000) } else { self.random.u64(1..50) }
     }
 
-    fn say(&mut self, client: usize, to: Side, lane: Lane, record: Record) {
+    fn say(&mut self, client: usize, to: Side, class: Class, record: Record) {
         assert_eq!(Record::decode(&record.encode()).as_ref(), Ok(&record));
         let delay = self.delay();
-        let last = self.clients[client].last.entry((to, lane)).or_default();
+        let last = self.clients[client].last.entry((to, class)).or_default();
         *last = (*last).max(self.now + delay);
         let after = *last - self.now;
         let to_server = to == Side::Server;
         self.plan(
             after,
-            if to_server { Event::ToServer(client, lane, record) } else { Event::ToClient(client, lane, record) },
+            if to_server { Event::ToServer(client, class, record) } else { Event::ToClient(client, class, record) },
         );
     }
 
@@ -171,7 +171,7 @@ impl World {
     fn carry_out(&mut self) {
         while let Some(action) = self.server.poll() {
             match action {
-                ServerAction::Say { client, lane, record } => self.say(client as usize, Side::Client, lane, record),
+                ServerAction::Say { client, class, record } => self.say(client as usize, Side::Client, class, record),
                 ServerAction::Receive { client, id, slot, len, .. } => {
                     self.bodies.insert((client as usize, id), None);
                     let tag = self.clients[client as usize].tags.entry((Side::Server, slot)).or_default();
@@ -195,7 +195,7 @@ impl World {
         for client in 0..self.clients.len() {
             while let Some(action) = self.clients[client].machine.poll() {
                 match action {
-                    ClientAction::Say(lane, record) => self.say(client, Side::Server, lane, record),
+                    ClientAction::Say(class, record) => self.say(client, Side::Server, class, record),
                     ClientAction::Transmit { call, slot, len, zeros, .. } => {
                         let bytes = if zeros { Bytes::Zeros(len) } else { Bytes::Body(call, len) };
                         let has_ended = self.clients[client].ends.contains_key(&call);
@@ -268,11 +268,11 @@ impl World {
             Side::Client => world.clients[client].is_dead,
         };
         match event {
-            Event::ToServer(client, lane, record) if !is_dead(self, Side::Server, 0) => {
-                self.server.record(client as u32, lane, record);
+            Event::ToServer(client, class, record) if !is_dead(self, Side::Server, 0) => {
+                self.server.record(client as u32, class, record);
             }
-            Event::ToClient(client, lane, record) if !is_dead(self, Side::Client, client) => {
-                self.clients[client].machine.record(lane, record).expect("what servers say");
+            Event::ToClient(client, class, record) if !is_dead(self, Side::Client, client) => {
+                self.clients[client].machine.record(class, record).expect("what servers say");
             }
             Event::Arrived(Side::Server, client, id, bytes) if !is_dead(self, Side::Server, 0) => {
                 if let Some(body) = self.bodies.get_mut(&(client, id)) {
@@ -528,7 +528,7 @@ fn the_most_urgent_goes_first() {
     let call = |server: &mut Server, id, body, priority| {
         let (kind, name, priority) = (Kind::Push, "w".to_owned(), Priority(priority));
         let call = Record::Call { id, slot: id as u32, kind, name, body, room: 0, exact: false, priority };
-        server.record(0, Lane::Usual, call);
+        server.record(0, Class::Usual, call);
     };
     for (id, priority) in [(0, 0), (1, 5), (2, 0), (3, -1), (4, -1)] {
         call(&mut server, id, 60_000, priority);
@@ -570,7 +570,7 @@ fn a_defective_client_is_broken_off() {
         priority: Priority(0),
     };
     let wrongs: [&[Record]; 9] = [
-        &[call(Lane::Urgent.call(0), 0, Kind::Push, 9)],
+        &[call(Class::Urgent.call(0), 0, Kind::Push, 9)],
         &[Record::Bye, Record::Bye],
         &[call(1, 0, Kind::Push, 9)],
         &[call(0, LIMITS.calls, Kind::Push, 9)],
@@ -585,7 +585,7 @@ fn a_defective_client_is_broken_off() {
         server.serve(Kind::Push, "known");
         server.connected(0);
         server.connected(1);
-        wrong.iter().for_each(|record| server.record(0, Lane::Usual, record.clone()));
+        wrong.iter().for_each(|record| server.record(0, Class::Usual, record.clone()));
         let broken: Vec<u32> = std::iter::from_fn(|| server.poll())
             .filter_map(|action| if let ServerAction::Break { client, .. } = action { Some(client) } else { None })
             .collect();
@@ -612,8 +612,8 @@ fn a_defective_server_is_a_fault() {
         let (room, exact, priority, deadline) = (0, false, Priority(0), None);
         client.ask(1, Ask { kind, name, body: 50_000, room, exact, target, priority, deadline });
         let (last, first) = wrong.split_last().expect("one at least");
-        first.iter().for_each(|record| client.record(Lane::Usual, record.clone()).expect("what servers say"));
-        assert!(client.record(Lane::Usual, last.clone()).is_err(), "{wrong:?}");
+        first.iter().for_each(|record| client.record(Class::Usual, record.clone()).expect("what servers say"));
+        assert!(client.record(Class::Usual, last.clone()).is_err(), "{wrong:?}");
     }
 }
 
@@ -654,7 +654,7 @@ fn withdrawn_twice() {
         priority: Priority::USUAL,
     };
     let mut said = |record| {
-        server.record(0, Lane::of_call(0), record);
+        server.record(0, Class::of_call(0), record);
         std::iter::from_fn(|| server.poll()).collect::<Vec<_>>()
     };
     said(call);
@@ -680,7 +680,7 @@ fn a_call_gets_another_priority() {
     client.reprioritise(4, Priority(-9));
     client.reprioritise(1, Priority(9));
     let mut heard = |record: Record| {
-        client.record(Lane::Usual, record).expect("what servers say");
+        client.record(Class::Usual, record).expect("what servers say");
         std::iter::from_fn(|| client.poll()).collect::<Vec<_>>()
     };
     let calls = |actions: &[ClientAction]| -> Vec<(u64, Priority)> {
@@ -691,7 +691,7 @@ fn a_call_gets_another_priority() {
         actions.iter().filter_map(of).collect()
     };
     let sent = heard(Record::Welcome(Limits { calls: 2, ..LIMITS }));
-    assert_eq!(calls(&sent), [(Lane::Urgent.call(0), Priority(-9)), (0, Priority(2))]);
+    assert_eq!(calls(&sent), [(Class::Urgent.call(0), Priority(-9)), (0, Priority(2))]);
     assert!(matches!(heard(Record::Go { id: 0 })[..], [ClientAction::Transmit { call: 2, priority: Priority(2), .. }]));
     client.reprioritise(2, Priority(-1));
     let told = ClientAction::Reprioritise { call: 2, priority: Priority(-1) };
@@ -700,7 +700,7 @@ fn a_call_gets_another_priority() {
     client.reprioritise(4, Priority(5));
     client.reprioritise(77, Priority(5));
     assert_eq!(client.poll(), None);
-    let go = Record::Go { id: Lane::Urgent.call(0) };
-    client.record(Lane::Urgent, go).expect("what servers say");
+    let go = Record::Go { id: Class::Urgent.call(0) };
+    client.record(Class::Urgent, go).expect("what servers say");
     assert!(matches!(client.poll(), Some(ClientAction::Transmit { call: 4, priority: Priority(5), .. })));
 }

@@ -33,7 +33,7 @@ pub(super) struct Standing {
     /// How messages call it.
     pub(super) who: Arc<str>,
     /// It has been connected.
-    pub(super) linked: bool,
+    pub(super) connected: bool,
     /// It is on this host.
     pub(super) local: bool,
     /// Why it is gone, if it is.
@@ -47,7 +47,7 @@ pub(super) struct Standing {
 impl Standing {
     /// Whether it takes frames.
     pub(super) fn is_reachable(&self) -> bool {
-        self.linked && self.lost.is_none()
+        self.connected && self.lost.is_none()
     }
 }
 
@@ -100,7 +100,8 @@ impl Directory {
     }
 
     pub(super) fn add(&mut self, node: NodeKey, who: Arc<str>) -> PeerId {
-        let standing = Standing { node, who, linked: false, local: false, lost: None, has_left: false, is_past: false };
+        let standing =
+            Standing { node, who, connected: false, local: false, lost: None, has_left: false, is_past: false };
         let peer = self.free.pop().unwrap_or(self.peers.len() as PeerId);
         match self.peers.get_mut(peer as usize) {
             Some(place) => *place = standing,
@@ -161,7 +162,7 @@ impl Directory {
         secret: Vec<u8>,
         peers: impl Iterator<Item = PeerId>,
     ) {
-        let may_come = |peer: &PeerId| !self.peer(*peer).linked && self.peer(*peer).lost.is_none();
+        let may_come = |peer: &PeerId| !self.peer(*peer).connected && self.peer(*peer).lost.is_none();
         let nodes: HashSet<NodeKey> = peers.filter(may_come).map(|peer| self.peer(peer).node).collect();
         if !nodes.is_empty() {
             self.jobs.insert(job, Job { generation, secret, nodes });
@@ -184,7 +185,7 @@ impl Directory {
             let known = || self.peers.iter().filter(|info| info.node == hello.from && !info.has_left);
             match known().find_map(|info| info.lost.clone()) {
                 Some(reason) => Admission::Lost(reason),
-                None if known().any(|info| info.linked) => {
+                None if known().any(|info| info.connected) => {
                     Admission::Lost("an earlier connection has not ended there".to_owned())
                 }
                 None => Admission::Unauthenticated,
@@ -224,7 +225,7 @@ mod tests {
         for number in 0..5000 {
             let peer = directory.add(node(number), "a peer".into());
             assert!(lives.insert(peer, number).is_none() && peer != member, "a number of two peers");
-            assert!(!directory.peer(peer).linked && directory.peer(peer).lost.is_none(), "like new");
+            assert!(!directory.peer(peer).connected && directory.peer(peer).lost.is_none(), "like new");
             if number == 100 {
                 directory.is_lost(member, "it is lost", true);
                 directory.is_past(member);

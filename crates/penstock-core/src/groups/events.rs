@@ -12,20 +12,20 @@ use penstock_types::{Failure, FailureKind, GroupId, PeerId, Scope};
 
 impl<B, K> Groups<B, K> {
     /// A stream of a peer is up. `local`: the peer is on this host. `job`: the job with which it has connected.
-    pub fn linked<H: Host<Body = B, Kept = K>>(
+    pub fn connected<H: Host<Body = B, Kept = K>>(
         &mut self,
         host: &mut H,
         peer: PeerId,
         local: bool,
         job: Option<GroupId>,
     ) {
-        if !self.common.directory.peer(peer).linked {
+        if !self.common.directory.peer(peer).connected {
             self.common.directory.no_longer_connects(peer, job);
         }
         let standing = self.common.directory.peer_mut(peer);
-        (standing.linked, standing.local) = (true, local);
+        (standing.connected, standing.local) = (true, local);
         for group in self.groups.values_mut().filter(|group| group.members.rank_of(peer).is_some()) {
-            group.check_linked(&mut self.common, host);
+            group.check_connected(&mut self.common, host);
         }
     }
 

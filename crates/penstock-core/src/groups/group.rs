@@ -5,7 +5,7 @@ use crate::members::Members;
 use crate::name::{OpId, Sequence};
 use crate::operation::Operation;
 use crate::unbound::{ANY_SOURCE, Unbound};
-use penstock_plan::{Algorithm, Collective, Request, Splits, Steps, Topology};
+use penstock_plan::{Algorithm, Collective, Placement, Request, Splits, Steps};
 use penstock_stream::MessageKey;
 use penstock_stream::fingerprint::Fingerprint;
 use penstock_stream::peer::{Counts, OpStatus};
@@ -22,7 +22,7 @@ pub struct Group<B> {
     pub(super) members: Members,
     /// How messages call each rank.
     pub(super) who: Vec<Arc<str>>,
-    pub(super) topology: Topology,
+    pub(super) placement: Placement,
     /// The algorithm of all-reduces that channels begin with; `None`: the planner's choice.
     pub(super) algorithm: Option<Algorithm>,
     /// By number, the main one always.
@@ -184,8 +184,8 @@ impl<B> Group<B> {
 
     /// Which ranks share a host.
     #[must_use]
-    pub fn topology(&self) -> &Topology {
-        &self.topology
+    pub fn placement(&self) -> &Placement {
+        &self.placement
     }
 
     /// Why it has failed, if it has.

@@ -55,14 +55,14 @@ impl<B, K> Groups<B, K> {
         if self.common.work.remove(&turn(before)) {
             self.common.work.insert(turn(priority));
         }
-        let MessageKey { channel, op: seq, .. } = op.key(id, group.members.rank(), 0);
+        let MessageKey { space, op: seq, .. } = op.key(id, group.members.rank(), 0);
         if matches!(op.sequence, Sequence::Receives { .. }) {
             return;
         }
         // Other pairs of ranks may use the same tag in the same direction.
         let with = op.other();
         for (_, peer) in group.members.others().filter(|(rank, _)| with.is_none_or(|only| only == *rank)) {
-            host.machine(peer).reprioritise(id, channel, seq, priority);
+            host.machine(peer).reprioritise(id, space, seq, priority);
         }
     }
 }
@@ -151,12 +151,12 @@ impl<B> Group<B> {
         mut body: B,
         since: Time,
     ) {
-        let (world, medium) = (self.members.world(), self.topology.medium());
+        let (world, medium) = (self.members.world(), self.placement.medium());
         let request = Request {
             collective: call.collective,
             world,
             rank: self.members.rank(),
-            topology: self.topology.clone(),
+            placement: self.placement.clone(),
             bytes: call.bytes,
             element_bytes: call.dtype.size() as u32,
             splits: call.splits.clone(),

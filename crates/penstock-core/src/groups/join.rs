@@ -9,7 +9,7 @@ use super::{Common, Groups};
 use crate::digest::digest;
 use crate::members::Members;
 use crate::unbound::Unbound;
-use penstock_plan::{Algorithm, Collective, Topology};
+use penstock_plan::{Algorithm, Collective, Placement};
 use penstock_stream::fingerprint::{Fingerprint, Name};
 use penstock_stream::handshake::{Hello, NodeKey};
 use penstock_stream::ranges::Ranges;
@@ -61,7 +61,7 @@ impl<B, K> Groups<B, K> {
             channels: BTreeMap::from([(ChannelId::MAIN, Channel::new(name.clone(), algorithm))]),
             closed: Ranges::default(),
             name,
-            topology: Topology::separate_hosts(members.len() as u32),
+            placement: Placement::separate_hosts(members.len() as u32),
             members: Members::new(members),
             who,
             algorithm,
@@ -79,7 +79,7 @@ impl<B, K> Groups<B, K> {
             (None, Some(reason)) => {
                 group.fail(common, host, ChannelId::MAIN, Failure::fatal(FailureKind::PeerLost, reason), true);
             }
-            (None, None) => group.check_linked(common, host),
+            (None, None) => group.check_connected(common, host),
         }
     }
 
@@ -94,9 +94,9 @@ impl<B, K> Groups<B, K> {
 impl<B> Group<B> {
     /// Continues a join once all members are connected: every rank reports which ranks share its host, since all ranks must
     /// choose the same algorithm, and each one sees only its own connections.
-    pub(super) fn check_linked<H: Host<Body = B>>(&mut self, common: &mut Common<H::Kept>, host: &mut H) {
-        let is_linked = |peer: PeerId| common.directory.peer(peer).linked;
-        if self.joining != Some(Joining::Connects) || !self.members.peers().all(is_linked) {
+    pub(super) fn check_connected<H: Host<Body = B>>(&mut self, common: &mut Common<H::Kept>, host: &mut H) {
+        let is_connected = |peer: PeerId| common.directory.peer(peer).connected;
+        if self.joining != Some(Joining::Connects) || !self.members.peers().all(is_connected) {
             return;
         }
         self.joining = Some(Joining::Gathers);
@@ -127,8 +127,8 @@ impl<B> Group<B> {
     /// Why a join has not ended: the ranks to which there is no connection.
     pub(super) fn unconnected<H: Host<Body = B>>(&self, common: &Common<H::Kept>, host: &H, waited: u64) -> String {
         let (own, name, waited) = (self.own(), &self.name, seconds(waited));
-        let unlinked = self.members.others().filter(|(_, peer)| !common.directory.peer(*peer).linked);
-        let unlinked = unlinked.map(|(other, peer)| {
+        let unconnected = self.members.others().filter(|(_, peer)| !common.directory.peer(*peer).connected);
+        let unconnected = unconnected.map(|(other, peer)| {
             let who = &self.who[other as usize];
             // Of two ranks, one connects and the other accepts.
             match host.trouble(peer) {
@@ -136,13 +136,13 @@ impl<B> Group<B> {
                 None => format!("{who}: no answer"),
             }
         });
-        let unlinked: Vec<String> = unlinked.collect();
+        let unconnected: Vec<String> = unconnected.collect();
         format!(
             "Timed out after {waited}: {own} has no connection with {} of the {} other members of group {name}: {}. Firewalls, \
              PENSTOCK_INTERFACE and PENSTOCK_PORT_RANGE decide who reaches whom; `penstock doctor` looks at all pairs.",
-            unlinked.len(),
+            unconnected.len(),
             self.members.world() - 1,
-            unlinked.join("; ")
+            unconnected.join("; ")
         )
     }
 

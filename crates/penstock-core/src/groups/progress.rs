@@ -7,8 +7,8 @@ use super::{Common, Groups};
 use crate::early::Content;
 use crate::name::{OpId, Sequence};
 use crate::operation::{Effect, Incoming, Instance, Misfit, Place, Verdict};
-use penstock_plan::Topology;
-use penstock_stream::frame::{Channel, FLAG_PAYLOAD_SUM, Kind};
+use penstock_plan::Placement;
+use penstock_stream::frame::{FLAG_PAYLOAD_SUM, Kind, NumberSpace};
 use penstock_stream::peer::{Arrival, Body, FLAG_EAGER, Finish, Landing, OpStatus, Outgoing, StreamId};
 use penstock_stream::{FrameError, Header, MessageKey};
 use penstock_types::{ChannelId, PeerId};
@@ -132,7 +132,7 @@ impl<B, K> Groups<B, K> {
             }
         }
         self.common.early.keep(peer, key, header.fingerprint, content);
-        if let (Channel::PointToPoint { tag, .. }, Some(group)) = (key.channel, self.groups.get_mut(&key.group)) {
+        if let (NumberSpace::PointToPoint { tag, .. }, Some(group)) = (key.space, self.groups.get_mut(&key.group)) {
             group.bind(&mut self.common, host, tag);
         }
         Ok(())
@@ -310,12 +310,12 @@ impl<B> Group<B> {
             let known = self.channels.get_mut(&op.channel).expect("operations run in open channels");
             known.ended.remember(op, active.fingerprint);
         }
-        let MessageKey { channel, op: seq, .. } = op.key(self.id, self.members.rank(), 0);
+        let MessageKey { space, op: seq, .. } = op.key(self.id, self.members.rank(), 0);
         let with = op.other();
         for (_, peer) in self.members.others().filter(|(rank, _)| with.is_none_or(|only| only == *rank)) {
             // Most plans name few of a large group's ranks.
             if host.look(peer).remembered() > 0 {
-                host.machine(peer).retire(self.id, channel, seq);
+                host.machine(peer).retire(self.id, space, seq);
             }
         }
         common.finished += 1;
@@ -323,7 +323,7 @@ impl<B> Group<B> {
             self.joining = None;
             let keys = host.gathered(&active.body);
             let first = |key| keys.iter().position(|other| other == key).expect("it is one of them") as u32;
-            self.topology = Topology::new(&keys.iter().map(first).collect::<Vec<u32>>());
+            self.placement = Placement::new(&keys.iter().map(first).collect::<Vec<u32>>());
             host.done(&op.key(self.id, self.members.rank(), 0), active.body);
             host.joined(self.id);
         } else {

@@ -240,7 +240,7 @@ impl World {
         let (id, generation, secret, name) = (GROUP, Generation(1), Vec::new(), Arc::from("phantoms"));
         groups.join(host, Join { id, generation, secret, name, members: members.clone(), who, algorithm: None });
         for (other, peer) in members.iter().enumerate().filter_map(|(other, peer)| Some((other, (*peer)?))) {
-            groups.linked(host, peer, hosts[other] == hosts[rank], None);
+            groups.connected(host, peer, hosts[other] == hosts[rank], None);
         }
     }
 

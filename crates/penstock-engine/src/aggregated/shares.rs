@@ -1,6 +1,6 @@
 //! What of a tensor goes to which server: what the plan of an aggregated all-reduce pushes.
 
-use penstock_plan::{Action, Algorithm, Collective, Planner, Request, Topology};
+use penstock_plan::{Action, Algorithm, Collective, Placement, Planner, Request};
 use penstock_types::DType;
 use std::ops::Range;
 
@@ -8,15 +8,15 @@ use std::ops::Range;
 pub(super) struct Shares {
     rank: u32,
     world: u32,
-    topology: Topology,
+    placement: Placement,
     planner: Planner,
 }
 
 impl Shares {
     /// `weights`: of each server, its part of each tensor.
     pub(super) fn new(rank: u32, world: u32, weights: &[u32]) -> Shares {
-        let topology = Topology::separate_hosts(world).with_servers(weights);
-        Shares { rank, world, topology, planner: Planner::default() }
+        let placement = Placement::separate_hosts(world).with_servers(weights);
+        Shares { rank, world, placement, planner: Planner::default() }
     }
 
     /// The bytes that each server adds, in the order of the servers; alike on all ranks. A packet is for `block_bytes` of them.
@@ -25,14 +25,14 @@ impl Shares {
             collective: Collective::AllReduce,
             world: self.world,
             rank: self.rank,
-            topology: self.topology.clone(),
+            placement: self.placement.clone(),
             bytes: bytes as u64,
             element_bytes: dtype.size() as u32,
             splits: None,
             segment_bytes: block_bytes as u64,
         };
         let steps = self.planner.steps(&request, Algorithm::Aggregated).expect("whole elements, and there are servers");
-        let mut shares = vec![Range::default(); self.topology.servers().len()];
+        let mut shares = vec![Range::default(); self.placement.servers().len()];
         for step in &steps.steps {
             let Action::Push { server, src } = step.action else { continue };
             shares[server as usize] = src.start as usize..(src.start + src.len) as usize;

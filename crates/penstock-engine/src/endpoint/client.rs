@@ -1,13 +1,13 @@
 //! A client: its thread, and the calls that callers make.
 
-use super::link::{self, Link, SERVER, Span, Way};
+use super::connection::{self, Connection, SERVER, Span, Way};
 use super::memory::{Memory, Spare};
 use super::server::MOST_BYTES;
 use crate::engine::Engine;
 use crate::handle::check_fork;
 use crate::runtime::GroupSpec;
 use crate::ticket::{Promise, Ticket};
-use penstock_core::endpoint::{self, ClientAction, Ended, INLINE, Kind, Lane, Outcome, Record, Target};
+use penstock_core::endpoint::{self, Class, ClientAction, Ended, INLINE, Kind, Outcome, Record, Target};
 use penstock_types::{Failure, FailureKind, Priority, Time};
 use std::any::Any;
 use std::collections::HashMap;
@@ -88,7 +88,7 @@ impl Work {
 #[derive(Debug)]
 enum Input {
     Joined(Result<(), Failure>),
-    Heard(Lane, Result<Box<[u8; Record::BYTES]>, Failure>),
+    Heard(Class, Result<Box<[u8; Record::BYTES]>, Failure>),
     Said,
     Sent(u64),
     Received(u64),
@@ -139,7 +139,7 @@ impl Client {
         let welcomed = Ticket::default();
         let mut driver = Driver {
             machine: endpoint::Client::default(),
-            link: Link::new(group.clone(), SERVER),
+            connection: Connection::new(group.clone(), SERVER),
             server: server.clone(),
             made: HashMap::new(),
             spare: Spare::default(),
@@ -230,7 +230,7 @@ impl Drop for Client {
 /// What runs on the client's thread.
 struct Driver {
     machine: endpoint::Client,
-    link: Link,
+    connection: Connection,
     server: Arc<str>,
     made: HashMap<u64, Made>,
     spare: Spare,
@@ -249,13 +249,13 @@ struct Driver {
 
 impl Driver {
     fn run(&mut self, inputs: mpsc::Receiver<Input>) {
-        while let Ok(input) = link::next(&inputs, self.deadline()) {
+        while let Ok(input) = connection::next(&inputs, self.deadline()) {
             if let Some(input) = input {
                 self.handle(input);
             }
             self.expire();
             self.carry_out();
-            if self.closing.is_some() && self.machine.is_over() && !self.link.is_leaving {
+            if self.closing.is_some() && self.machine.is_over() && !self.connection.is_leaving {
                 let (_, tickets) = self.closing.take().expect("just seen");
                 return self.hang_up(inputs, &tickets);
             }
@@ -280,17 +280,17 @@ impl Driver {
         match input {
             Input::Joined(Ok(())) => {
                 let input = self.input.clone();
-                self.link.on_lost(move |failure| drop(input.send(Input::Lost(failure))));
-                Lane::ALL.into_iter().for_each(|lane| self.hear(lane));
+                self.connection.on_lost(move |failure| drop(input.send(Input::Lost(failure))));
+                Class::ALL.into_iter().for_each(|class| self.hear(class));
             }
             Input::Joined(Err(failure)) | Input::Lost(failure) => self.lost(failure),
             // A failure ends the group, which is watched.
             Input::Heard(_, Err(_)) => {}
-            Input::Heard(lane, Ok(bytes)) => self.heard(lane, &bytes),
+            Input::Heard(class, Ok(bytes)) => self.heard(class, &bytes),
             Input::Said => {
-                self.link.said();
-                if self.link.is_leaving {
-                    self.link.leave_if_said();
+                self.connection.said();
+                if self.connection.is_leaving {
+                    self.connection.leave_if_said();
                 }
             }
             Input::Sent(call) => self.machine.sent(call),
@@ -312,15 +312,15 @@ impl Driver {
         }
     }
 
-    fn hear(&self, lane: Lane) {
+    fn hear(&self, class: Class) {
         let input = self.input.clone();
-        self.link.hear(lane, move |result| drop(input.send(Input::Heard(lane, result.map(Box::new)))));
+        self.connection.hear(class, move |result| drop(input.send(Input::Heard(class, result.map(Box::new)))));
     }
 
-    fn heard(&mut self, lane: Lane, bytes: &[u8; Record::BYTES]) {
+    fn heard(&mut self, class: Class, bytes: &[u8; Record::BYTES]) {
         let result = Record::decode(bytes).and_then(|record| {
             let is_last = record == Record::Bye;
-            self.machine.record(lane, record).map(|()| is_last)
+            self.machine.record(class, record).map(|()| is_last)
         });
         match result {
             Ok(true) => {}
@@ -331,7 +331,7 @@ impl Driver {
                     self.connects = None;
                     welcomed.complete(Ok(()));
                 }
-                self.hear(lane);
+                self.hear(class);
             }
             Err(fault) => {
                 let reason = format!("{} has sent {}", self.server, fault.0);
@@ -342,7 +342,7 @@ impl Driver {
 
     /// Ends the connection: [`Input::Lost`] follows.
     fn break_off(&self, reason: &str) {
-        self.link.group.abort_as(FailureKind::Mismatch, reason);
+        self.connection.group.abort_as(FailureKind::Mismatch, reason);
     }
 
     /// The group has failed, or could not be joined: nothing of it touches the memory of calls any more.
@@ -357,15 +357,15 @@ impl Driver {
             let message = format!("cannot connect to {}: {}", self.server, failure.message);
             welcomed.complete(Err(Failure { message, ..failure }));
         }
-        self.link.group.leave();
+        self.connection.group.leave();
     }
 
     fn carry_out(&mut self) {
         while let Some(action) = self.machine.poll() {
             match action {
-                ClientAction::Say(lane, record) => {
+                ClientAction::Say(class, record) => {
                     let input = self.input.clone();
-                    self.link.say(lane, &record, move || drop(input.send(Input::Said)));
+                    self.connection.say(class, &record, move || drop(input.send(Input::Said)));
                 }
                 ClientAction::Transmit { call, slot, len, priority, zeros } => {
                     let made = self.made.get_mut(&call).expect("it runs");
@@ -378,7 +378,7 @@ impl Driver {
                     let input = self.input.clone();
                     // The call keeps the caller's memory until this has ended.
                     let sent = move || drop(input.send(Input::Sent(call)));
-                    made.transfers.push(self.link.transfer(Way::Out, (slot, priority), span, own, sent));
+                    made.transfers.push(self.connection.transfer(Way::Out, (slot, priority), span, own, sent));
                 }
                 ClientAction::Receive { call, slot, len, target, priority } => {
                     let made = self.made.get_mut(&call).expect("it runs");
@@ -391,15 +391,15 @@ impl Driver {
                     let span = made.own.as_ref().map_or_else(|| made.into.expect("its caller's"), |own| Span::of(own));
                     let input = self.input.clone();
                     let (own, received) = (made.own.clone(), move || drop(input.send(Input::Received(call))));
-                    made.transfers.push(self.link.transfer(Way::In, (slot, priority), span, own, received));
+                    made.transfers.push(self.connection.transfer(Way::In, (slot, priority), span, own, received));
                 }
                 ClientAction::Reprioritise { call, priority } => {
                     let transfers = self.made.get(&call).into_iter().flat_map(|made| &made.transfers);
-                    transfers.for_each(|ticket| self.link.group.reprioritise(ticket, priority));
+                    transfers.for_each(|ticket| self.connection.group.reprioritise(ticket, priority));
                 }
                 ClientAction::End(call, ended) => self.end(call, ended),
                 ClientAction::Forget(call) => drop(self.made.remove(&call)),
-                ClientAction::Leave => drop(self.link.leave_if_said()),
+                ClientAction::Leave => drop(self.connection.leave_if_said()),
             }
         }
     }
@@ -437,13 +437,13 @@ impl Driver {
         {
             // It fails within a second, or is connected after all.
             self.connects = None;
-            self.link.group.expire(timeout);
+            self.connection.group.expire(timeout);
         }
         if self.closing.as_ref().is_some_and(|(until, _)| now >= *until) && !self.machine.is_over() {
             // The calls fail when the group has: until then it uses their memory.
             self.closing.as_mut().expect("just seen").0 = now + Duration::from_secs(1);
             self.is_cut_off = true;
-            self.link.group.abort("the client was closed");
+            self.connection.group.abort("the client was closed");
         }
     }
 }

@@ -1,11 +1,11 @@
 //! Endpoints: a server that clients ask for something at any time.
 //!
 //! [`penstock_core::endpoint`] decides; here is what carries it out. A connection is a group of two ranks, the server's 0 and the
-//! client's 1 ([`link::Link`]), so it is authenticated, timed and ended as every group. A [`Server`] and a [`Client`] each have a
+//! client's 1 ([`connection::Connection`]), so it is authenticated, timed and ended as every group. A [`Server`] and a [`Client`] each have a
 //! thread, which waits for what callers ask and for the ends of operations, and never for a handler.
 
 mod client;
-mod link;
+mod connection;
 mod memory;
 mod server;
 

@@ -1,13 +1,13 @@
 //! A server: its thread, and the calls that handlers take from it.
 
-use super::link::{self, CLIENT, Link, Span, Way};
+use super::connection::{self, CLIENT, Connection, Span, Way};
 use super::memory::{Memory, Spare};
 use crate::engine::Engine;
 use crate::group::Group;
 use crate::handle::check_fork;
 use crate::runtime::GroupSpec;
 use crate::ticket::Ticket;
-use penstock_core::endpoint::{self, Fault, Kind, Lane, Limits, Record, ServerAction};
+use penstock_core::endpoint::{self, Class, Fault, Kind, Limits, Record, ServerAction};
 use penstock_types::{Failure, FailureKind, Priority};
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -75,7 +75,7 @@ pub struct ServerStats {
 enum Input {
     Accept(Group, Ticket, Arc<str>),
     Joined(u32, Result<(), Failure>),
-    Heard(u32, Lane, Result<Box<[u8; Record::BYTES]>, Failure>),
+    Heard(u32, Class, Result<Box<[u8; Record::BYTES]>, Failure>),
     Said(u32),
     Received(u32, u64),
     Sent(u32, u64, u64),
@@ -258,7 +258,7 @@ struct Driver {
 }
 
 struct Connected {
-    link: Link,
+    connection: Connection,
     who: Arc<str>,
     is_joining: bool,
     bodies: HashMap<u64, Arc<Memory>>,
@@ -267,7 +267,7 @@ struct Connected {
 
 impl Driver {
     fn run(mut self, inputs: &mpsc::Receiver<Input>) {
-        while let Ok(input) = link::next(inputs, self.deadline()) {
+        while let Ok(input) = connection::next(inputs, self.deadline()) {
             if let Some(input) = input {
                 self.handle(input);
             }
@@ -286,11 +286,11 @@ impl Driver {
         match input {
             Input::Accept(group, joined, who) => self.accept(group, &joined, who),
             Input::Joined(client, result) => self.joined(client, result),
-            Input::Heard(client, lane, result) => self.heard(client, lane, result),
+            Input::Heard(client, class, result) => self.heard(client, class, result),
             Input::Said(client) => {
                 if let Some(known) = self.clients.get_mut(&client) {
-                    known.link.said();
-                    if known.link.is_leaving {
+                    known.connection.said();
+                    if known.connection.is_leaving {
                         self.leave_if_said(client);
                     }
                 }
@@ -306,7 +306,7 @@ impl Driver {
                 if let Some(known) = self.clients.remove(&client) {
                     log::info!("penstock: endpoint {}: {} is gone: {}", self.name, known.who, failure.message);
                     self.machine.lost(client);
-                    known.link.group.leave();
+                    known.connection.group.leave();
                 }
             }
             Input::Serve(kind, name, true) => self.machine.serve(kind, &name),
@@ -333,9 +333,9 @@ impl Driver {
     fn accept(&mut self, group: Group, joined: &Ticket, who: Arc<str>) {
         let client = self.next_client;
         self.next_client += 1;
-        let link = Link::new(group, CLIENT);
+        let connection = Connection::new(group, CLIENT);
         let (bodies, replies) = (HashMap::new(), HashMap::new());
-        self.clients.insert(client, Connected { link, who, is_joining: true, bodies, replies });
+        self.clients.insert(client, Connected { connection, who, is_joining: true, bodies, replies });
         self.joining.push_back((Instant::now() + JOIN_WITHIN, client));
         let input = self.input.clone();
         joined.on_done(move |result| drop(input.send(Input::Joined(client, result.clone()))));
@@ -345,37 +345,37 @@ impl Driver {
         let Some(known) = self.clients.get_mut(&client) else { return };
         if let Err(failure) = result {
             log::warn!("penstock: endpoint {}: {} does not come: {}", self.name, known.who, failure.message);
-            known.link.group.leave();
+            known.connection.group.leave();
             self.clients.remove(&client);
             return;
         }
         log::info!("penstock: endpoint {}: {} is connected", self.name, known.who);
         known.is_joining = false;
         let input = self.input.clone();
-        known.link.on_lost(move |failure| drop(input.send(Input::Lost(client, failure))));
+        known.connection.on_lost(move |failure| drop(input.send(Input::Lost(client, failure))));
         self.machine.connected(client);
-        Lane::ALL.into_iter().for_each(|lane| self.hear(client, lane));
+        Class::ALL.into_iter().for_each(|class| self.hear(client, class));
     }
 
-    fn hear(&self, client: u32, lane: Lane) {
+    fn hear(&self, client: u32, class: Class) {
         let input = self.input.clone();
-        let heard = move |result: Result<_, _>| drop(input.send(Input::Heard(client, lane, result.map(Box::new))));
-        self.clients[&client].link.hear(lane, heard);
+        let heard = move |result: Result<_, _>| drop(input.send(Input::Heard(client, class, result.map(Box::new))));
+        self.clients[&client].connection.hear(class, heard);
     }
 
-    fn heard(&mut self, client: u32, lane: Lane, result: Result<Box<[u8; Record::BYTES]>, Failure>) {
+    fn heard(&mut self, client: u32, class: Class, result: Result<Box<[u8; Record::BYTES]>, Failure>) {
         // A failure ends the group, which is watched.
         let (Ok(bytes), true) = (result, self.clients.contains_key(&client)) else { return };
         match Record::decode(&bytes) {
             Err(fault) => self.machine.break_off(client, fault),
             Ok(record) => {
                 let is_last = record == Record::Bye;
-                if self.clients[&client].link.saying > self.most_said {
+                if self.clients[&client].connection.saying > self.most_said {
                     return self.machine.break_off(client, Fault("calls, without reading what is said to them"));
                 }
-                self.machine.record(client, lane, record);
+                self.machine.record(client, class, record);
                 if !is_last {
-                    self.hear(client, lane);
+                    self.hear(client, class);
                 }
             }
         }
@@ -396,10 +396,10 @@ impl Driver {
     fn carry_out(&mut self) {
         while let Some(action) = self.machine.poll() {
             match action {
-                ServerAction::Say { client, lane, record } => {
+                ServerAction::Say { client, class, record } => {
                     let input = self.input.clone();
                     if let Some(known) = self.clients.get_mut(&client) {
-                        known.link.say(lane, &record, move || drop(input.send(Input::Said(client))));
+                        known.connection.say(class, &record, move || drop(input.send(Input::Said(client))));
                     }
                 }
                 ServerAction::Receive { client, id, slot, len, priority } => {
@@ -411,7 +411,7 @@ impl Driver {
                     known.bodies.insert(id, memory.clone());
                     let input = self.input.clone();
                     let received = move || drop(input.send(Input::Received(client, id)));
-                    known.link.transfer(Way::In, (slot, priority), Span::of(&memory), memory, received);
+                    known.connection.transfer(Way::In, (slot, priority), Span::of(&memory), memory, received);
                 }
                 ServerAction::Transmit { client, id, slot, len, priority, text } => {
                     self.transmit(client, id, (slot, priority), len, text);
@@ -425,8 +425,8 @@ impl Driver {
                     let Some(known) = self.clients.remove(&client) else { continue };
                     log::error!("penstock: endpoint {}: {} is cut off: it has sent {}", self.name, known.who, fault.0);
                     let reason = format!("endpoint {} has received {} from {}", self.name, fault.0, known.who);
-                    known.link.group.abort_as(FailureKind::Mismatch, &reason);
-                    known.link.group.leave();
+                    known.connection.group.abort_as(FailureKind::Mismatch, &reason);
+                    known.connection.group.leave();
                 }
                 ServerAction::Leave { client } => self.leave_if_said(client),
             }
@@ -444,10 +444,10 @@ impl Driver {
         match reply {
             Reply::Bytes(bytes) => {
                 let span = Span { address: bytes.as_ptr().cast_mut(), len };
-                known.link.transfer(Way::Out, slot, span, bytes, done);
+                known.connection.transfer(Way::Out, slot, span, bytes, done);
             }
             Reply::Lent { address, keep, .. } => {
-                known.link.transfer(Way::Out, slot, Span { address: address.cast_mut(), len }, keep, done);
+                known.connection.transfer(Way::Out, slot, Span { address: address.cast_mut(), len }, keep, done);
             }
             Reply::Empty => unreachable!("nothing is sent of it"),
         }
@@ -455,7 +455,7 @@ impl Driver {
 
     /// Leaves the group of a client that has left, once our last words were taken.
     fn leave_if_said(&mut self, client: u32) {
-        if self.clients.get_mut(&client).is_some_and(|known| known.link.leave_if_said()) {
+        if self.clients.get_mut(&client).is_some_and(|known| known.connection.leave_if_said()) {
             let known = self.clients.remove(&client).expect("just seen");
             log::info!("penstock: endpoint {}: {} has left", self.name, known.who);
         }
@@ -489,14 +489,14 @@ impl Driver {
             self.joining.pop_front();
             // It fails within a second, or is connected after all.
             if let Some(known) = self.clients.get(&client).filter(|known| known.is_joining) {
-                known.link.group.expire(JOIN_WITHIN);
+                known.connection.group.expire(JOIN_WITHIN);
             }
         }
         if self.closing.as_ref().is_some_and(|(until, _)| now >= *until) {
             for (client, known) in std::mem::take(&mut self.clients) {
                 self.machine.lost(client);
-                known.link.group.abort(&format!("endpoint {} was closed", self.name));
-                known.link.group.leave();
+                known.connection.group.abort(&format!("endpoint {} was closed", self.name));
+                known.connection.group.leave();
             }
         }
     }

@@ -201,7 +201,7 @@ impl Runtime {
                 self.act(peers, |groups, hands| groups.retune(hands, channel, algorithm, streams));
             }
             Command::Hosts(id, reply) => {
-                let hosts = self.groups.get(id).map(|group| group.topology().hosts().to_vec());
+                let hosts = self.groups.get(id).map(|group| group.placement().hosts().to_vec());
                 drop(reply.send(hosts.unwrap_or_default()));
             }
             Command::Check { group, whole, farewells, ranks, reply } => {

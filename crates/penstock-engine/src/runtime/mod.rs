@@ -15,7 +15,7 @@ use local::Local;
 use penstock_core::groups::{self, Groups};
 use penstock_net::fds::Fd;
 use penstock_net::memory::MemoryEpoch;
-use penstock_net::{Admission, Handler, Job, Peers, Use};
+use penstock_net::{Admission, Handler, Peers, Unlocked, Use};
 use penstock_plan::Thresholds;
 use penstock_stream::frame::Kind;
 use penstock_stream::handshake::{Hello, NodeKey};
@@ -101,7 +101,7 @@ pub(crate) struct Task {
     result: Result<Vec<(u32, bool)>, (u32, String)>,
 }
 
-impl Job for Task {
+impl Unlocked for Task {
     fn run(&mut self) {
         self.result = self.computation.run().map_err(|(operand, error)| (operand, error.to_string()));
     }
@@ -174,10 +174,10 @@ impl Handler for Runtime {
         self.act(peers, |groups, hands| groups.happened(hands, peer, event));
     }
 
-    fn linked(&mut self, peers: &mut Peers, peer: PeerId, local: bool, pid: u32, job: Option<GroupId>) {
+    fn connected(&mut self, peers: &mut Peers, peer: PeerId, local: bool, pid: u32, job: Option<GroupId>) {
         let info = self.local.peer_mut(peer);
         (info.local, info.pid) = (local, pid);
-        self.act(peers, |groups, hands| groups.linked(hands, peer, local, job));
+        self.act(peers, |groups, hands| groups.connected(hands, peer, local, job));
     }
 
     fn cut_off(&mut self, peers: &mut Peers, peer: PeerId, reason: &str) {

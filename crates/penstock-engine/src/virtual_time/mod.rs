@@ -14,11 +14,13 @@ use fastrand::Rng;
 use generate::generate;
 use network::Paths;
 use penstock_plan::Algorithm;
+use penstock_testing::on_all_cores;
 use penstock_types::{DType, FailureKind, MILLISECOND, ReduceOp, SECOND};
 use program::{Fault, How, Program, ProgramCall, ProgramGroup, Step, What, Wrong};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
 use std::time::Instant;
 
 /// Programs of a fixed range of seeds do what the model says, as do those that ever failed; or those of
@@ -27,27 +29,26 @@ use std::time::Instant;
 fn programs() {
     let chosen = std::env::var("PENSTOCK_VIRTUAL_SEEDS").ok().map(|text| seeds(&text));
     let ever_failed = FAILED.iter().map(|(seed, _)| *seed).filter(|_| chosen.is_none());
-    let mut failed = Vec::new();
     let minutes = std::env::var("PENSTOCK_VIRTUAL_MINUTES").map_or(f64::MAX, |text| text.parse().expect("minutes"));
-    let (began, mut count, mut calls) = (Instant::now(), 0, 0);
-    for seed in ever_failed.chain(chosen.clone().unwrap_or(USUAL)) {
-        if began.elapsed().as_secs_f64() > 60.0 * minutes {
-            break;
-        }
+    let began = Instant::now();
+    let so_far: Mutex<(u64, usize, Vec<u64>)> = Mutex::default();
+    let goes_on =
+        |_: &u64| began.elapsed().as_secs_f64() <= 60.0 * minutes && so_far.lock().unwrap().2.len() < MOST_FAILURES;
+    on_all_cores(ever_failed.chain(chosen.clone().unwrap_or(USUAL)).take_while(goes_on), |seed| {
         let program = generate(seed);
         let complaints = complaints(&program);
-        (count, calls) = (count + 1, calls + program.calls.len());
-        if count % 10_000 == 0 {
+        // Held, so that what is printed of a program stands together.
+        let (count, calls, failed) = &mut *so_far.lock().unwrap();
+        (*count, *calls) = (*count + 1, *calls + program.calls.len());
+        if count.is_multiple_of(10_000) {
             println!("{count} programs, {calls} calls, failed: {failed:?}");
         }
         if !complaints.is_empty() {
             report(&program, &complaints);
             failed.push(seed);
-            if failed.len() >= MOST_FAILURES {
-                break;
-            }
         }
-    }
+    });
+    let (count, calls, failed) = so_far.into_inner().unwrap();
     println!("{count} programs with {calls} calls, {} failed", failed.len());
     assert!(failed.is_empty(), "seeds {failed:?}");
 }
@@ -138,7 +139,7 @@ fn what_a_rank_has_taken_before_it_left_is_sent() {
     let times =
         (240..320).step_by(8).flat_map(|stall_ms| (0..100).step_by(4).map(move |pause_ms| (stall_ms, pause_ms)));
     let cases = times.flat_map(|(stall_ms, pause_ms)| [0, 1].map(|which| (stall_ms, pause_ms, which)));
-    for (stall_ms, pause_ms, which) in cases {
+    on_all_cores(cases, |(stall_ms, pause_ms, which)| {
         for begins_another in [false, true] {
             let begins = [Step::Join(0), Step::Pause(SECOND), Step::Issue(0)];
             let ends = |rank| match rank {
@@ -153,14 +154,15 @@ fn what_a_rank_has_taken_before_it_left_is_sent() {
             let context = format!("{stall_ms} ms, {pause_ms} ms, stream {which}, begins another: {begins_another}");
             assert_eq!(world::results(&program, 0), [Some(Ok(())), Some(Ok(()))], "{context}");
         }
-    }
+    });
 }
 
 /// A rank gives up two others at once while half a frame waits for the second, which goes on at this moment and takes the rest: it
 /// never takes bytes that its sender has not sent.
 #[test]
 fn half_a_frame_for_a_rank_that_is_given_up() {
-    for (seed, after_ms) in (0..20).flat_map(|seed| (1250..1500).step_by(10).map(move |after_ms| (seed, after_ms))) {
+    let cases = (0..20).flat_map(|seed| (1250..1500).step_by(10).map(move |after_ms| (seed, after_ms)));
+    on_all_cores(cases, |(seed, after_ms)| {
         let steps = vec![vec![Step::Join(0), Step::Pause(SECOND), Step::Issue(0), Step::Wait(0)]; 3];
         let mut program = scripted(What::Scatter { root: 0 }, 9_000, 20_000, steps);
         (program.seed, program.wrong, program.streams, program.paths.buffer_bytes) = (seed, None, 1, 16_384);
@@ -175,7 +177,7 @@ fn half_a_frame_for_a_rank_that_is_given_up() {
             Vec::<String>::new(),
             "seed {seed}, stopped after {after_ms} ms"
         );
-    }
+    });
 }
 
 /// A rank has died, and another joins a second group with it, as a script does that goes on with other groups: the join fails at
@@ -222,7 +224,8 @@ fn a_rank_that_joins_late_is_waited_for() {
 /// good-bye stays until the other has its acknowledgements, and that one comes back for them.
 #[test]
 fn a_rank_that_ends_repeats_acknowledgements_that_are_lost() {
-    for (elements, at) in (0..8).flat_map(|more| (0..60).map(move |at| (60_000 + more, at))) {
+    let cases = (0..8).flat_map(|more| (0..60).map(move |at| (60_000 + more, at)));
+    on_all_cores(cases, |(elements, at)| {
         let steps = vec![vec![Step::Join(0), Step::Issue(0), Step::Wait(0), Step::Leave(0)]; 2];
         let program = Program {
             ends_early: true,
@@ -232,7 +235,7 @@ fn a_rank_that_ends_repeats_acknowledgements_that_are_lost() {
             ..scripted(What::AllToAll { has_splits: false }, elements, 20_000, steps)
         };
         assert_eq!(world::results(&program, 0), [Some(Ok(())), Some(Ok(()))], "{elements} elements, {at} ms");
-    }
+    });
 }
 
 /// Threads stand still within their claims while streams stand still or are lost and come back, and while ranks die or leave: what ends
@@ -241,7 +244,7 @@ fn a_rank_that_ends_repeats_acknowledgements_that_are_lost() {
 #[test]
 fn threads_that_stand_still_within_claims() {
     let chosen = std::env::var("PENSTOCK_VIRTUAL_SEEDS").ok().map(|text| seeds(&text));
-    for seed in chosen.unwrap_or(STANDING) {
+    on_all_cores(chosen.unwrap_or(STANDING), |seed| {
         let mut rng = Rng::with_seed(seed);
         let delay_us = [50, 2_000, 20_000][rng.usize(..3)];
         let issues = (0..3).map(Step::Issue).chain((0..3).map(Step::Wait));
@@ -273,7 +276,7 @@ fn threads_that_stand_still_within_claims() {
         let found =
             catch_unwind(|| world::run_at_rests(&program)).unwrap_or_else(|_| vec!["panic: see above".to_owned()]);
         assert_eq!(found, Vec::<String>::new(), "{program}");
-    }
+    });
 }
 
 /// A program of one group, in which not all ranks make all calls; these are alike.

@@ -2,7 +2,7 @@
 //!
 //! It plays the operating system for the event loops ([`penstock_net::system`]). Nothing here knows the protocol: bytes go in
 //! at one end of a connection and come out at the other, in pieces of any size, or are lost with the connection. Why it is not
-//! the network of `penstock-sim`: `docs/design/random-programs.md`, "Under virtual time".
+//! the network of `penstock-sim`: `docs/design/random-programs.md`, "Virtual worlds".
 
 use super::threads::Baton;
 use fastrand::Rng;
@@ -311,7 +311,7 @@ impl Host for VirtualHost {
     }
 
     fn interleave(&self, must: bool) {
-        self.threads.interleave(must, self.now());
+        self.threads.interleave(must);
     }
 
     fn connect(&self, to: SocketAddr) -> Box<dyn Connection> {

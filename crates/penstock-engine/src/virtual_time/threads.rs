@@ -36,6 +36,9 @@ struct State {
     rest: u64,
     /// All threads have turns now, and thread 0 the last.
     have_all: bool,
+    now: Time,
+    /// Whether the loop goes on, when the test has the baton.
+    goes_on: bool,
     has_panicked: bool,
     is_over: bool,
 }
@@ -46,20 +49,44 @@ impl State {
     }
 
     /// The threads that go on now.
-    fn open(&self, now: Time) -> Vec<usize> {
-        (0..self.turns.len()).filter(|at| self.turns[*at].is_none() && self.rests_until[*at] <= now).collect()
+    fn open(&self) -> Vec<usize> {
+        (0..self.turns.len()).filter(|at| self.turns[*at].is_none() && self.rests_until[*at] <= self.now).collect()
+    }
+
+    /// Who goes on now: a thread, or the test.
+    fn next(&mut self) -> Option<usize> {
+        loop {
+            let open = self.open();
+            if !open.is_empty() {
+                return Some(open[self.rng.usize(..open.len())]);
+            }
+            if !std::mem::take(&mut self.have_all) || self.turns[0] != Some(true) {
+                self.goes_on = self.turns[0] != Some(false);
+                return None;
+            }
+            self.turns[0] = None;
+        }
+    }
+
+    /// The same where a thread has stopped, for which the test may have to act.
+    fn next_or_test(&mut self) -> Option<usize> {
+        if self.has_panicked || self.is_over || self.are_amid() && self.rng.u8(..8) == 0 {
+            self.goes_on = true;
+            return None;
+        }
+        self.next()
     }
 
     /// A thread is at a place where it may lose its processor.
-    fn rest(&mut self, thread: usize, must: bool, now: Time) {
+    fn rest(&mut self, thread: usize, must: bool) {
         let until = if must {
             // Until one goes on for which it may wait.
             let others = (0..self.turns.len()).filter(|other| *other != thread && self.turns[*other].is_none());
-            others.map(|other| self.rests_until[other]).min().unwrap_or(now)
+            others.map(|other| self.rests_until[other]).min().unwrap_or(self.now)
         } else if self.rng.u8(..RESTS_ONE_IN) == 0 {
             let time = (1 << self.rng.u32(15..30)).min(self.rest);
             self.rest -= time;
-            now.plus(time)
+            self.now.plus(time)
         } else {
             return;
         };
@@ -77,6 +104,8 @@ impl Baton {
             rest: MOST_REST >> rng.u32(0..8),
             rng,
             have_all: false,
+            now: Time(0),
+            goes_on: true,
             has_panicked: false,
             is_over: false,
         };
@@ -84,14 +113,13 @@ impl Baton {
     }
 
     /// For the host of a loop: where another thread may go on, one does every other time; where one must, one does.
-    pub(super) fn interleave(&self, must: bool, now: Time) {
+    pub(super) fn interleave(&self, must: bool) {
         let mut state = self.lock();
         if let Some(own) = state.holder
             && (must || state.rng.bool())
         {
-            state.rest(own, must, now);
-            self.give(&mut state, None);
-            drop(self.wait(Some(own), state));
+            state.rest(own, must);
+            drop(self.pass_on(Some(own), state));
         }
     }
 
@@ -109,6 +137,16 @@ impl Baton {
         self.woken_of(to).notify_one();
     }
 
+    /// A thread gives the baton to who goes on, and waits for it. It goes through the test only where the test has to act: a change of
+    /// threads takes microseconds, and there are millions of them.
+    fn pass_on<'a>(&'a self, own: Option<usize>, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        let next = state.next_or_test();
+        if next != own {
+            self.give(&mut state, next);
+        }
+        self.wait(own, state)
+    }
+
     fn wait<'a>(&'a self, own: Option<usize>, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
         let waits = |state: &mut State| state.holder != own && !state.is_over;
         self.woken_of(own).wait_while(state, waits).unwrap_or_else(|poisoned| poisoned.into_inner())
@@ -121,15 +159,14 @@ impl Baton {
     /// A thread, from its start to its end.
     fn run(&self, thread: usize, the_loop: &Loop<Runtime>) {
         let mut run = Run::of(thread);
-        loop {
-            if self.wait(Some(thread), self.lock()).is_over {
-                return;
-            }
+        let mut state = self.wait(Some(thread), self.lock());
+        while !state.is_over {
+            drop(state);
             let goes_on = catch_unwind(AssertUnwindSafe(|| the_loop.turn(&mut run)));
-            let mut state = self.lock();
+            state = self.lock();
             state.has_panicked |= goes_on.is_err();
             state.turns[thread] = Some(goes_on.unwrap_or(false));
-            self.give(&mut state, None);
+            state = self.pass_on(Some(thread), state);
         }
     }
 }
@@ -154,28 +191,18 @@ impl Threads {
             return the_loop.turn(run);
         }
         let mut state = self.baton.lock();
-        if state.open(now).is_empty() {
+        state.now = now;
+        if state.open().is_empty() {
             state.have_all = state.rng.bool();
             let first = if state.have_all { self.threads.len() } else { 1 };
             state.turns[..first].fill(None);
         }
-        loop {
-            let open = state.open(now);
-            assert!(!state.has_panicked, "a thread has panicked");
-            if open.is_empty() {
-                if !std::mem::take(&mut state.have_all) || state.turns[0] != Some(true) {
-                    return state.turns[0] != Some(false);
-                }
-                state.turns[0] = None;
-                continue;
-            }
-            let next = open[state.rng.usize(..open.len())];
-            self.baton.give(&mut state, Some(next));
+        if let Some(first) = state.next() {
+            self.baton.give(&mut state, Some(first));
             state = self.baton.wait(None, state);
-            if state.are_amid() && state.rng.u8(..8) == 0 {
-                return true;
-            }
         }
+        assert!(!state.has_panicked, "a thread has panicked");
+        state.goes_on
     }
 
     /// When a thread goes on that is in the middle of its turn, perhaps with a claim.

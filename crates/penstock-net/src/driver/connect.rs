@@ -33,23 +33,23 @@ impl Driver {
         now: Time,
     ) {
         let own = self.settings.node;
-        let link = &mut self.links[peer as usize];
-        if link.job.is_some() {
+        let connections = &mut self.connections[peer as usize];
+        if connections.job.is_some() {
             return;
         }
-        link.job = Some((job, secret));
+        connections.job = Some((job, secret));
         // Only the process with the larger key connects, so that a pair connects once.
-        link.connects = own > link.contact.node;
-        if !link.connects {
+        connections.connects = own > connections.contact.node;
+        if !connections.connects {
             return;
         }
         if self.settings.shared_memory
-            && link.contact.memory_epoch != 0
+            && connections.contact.memory_epoch != 0
             && self.connect_local(handler, peer, attempt, now)
         {
             return;
         }
-        for stream in 0..u32::from(self.streams_to(&self.links[peer as usize].contact)) {
+        for stream in 0..u32::from(self.streams_to(&self.connections[peer as usize].contact)) {
             self.connect_stream(handler, peer, stream, attempt, now);
         }
     }
@@ -63,7 +63,7 @@ impl Driver {
 
     /// Tries the abstract UNIX socket: a process that answers there is on this host.
     pub(super) fn connect_local<H: Handler>(&mut self, handler: &mut H, peer: PeerId, attempt: u32, now: Time) -> bool {
-        let node = self.links[peer as usize].contact.node;
+        let node = self.connections[peer as usize].contact.node;
         let open = || -> io::Result<socket2::Socket> {
             let socket = socket2::Socket::new(Domain::UNIX, Type::STREAM.nonblocking().cloexec(), None)?;
             socket.connect(&SockAddr::unix(Contact::local_name(&node))?)?;
@@ -79,22 +79,24 @@ impl Driver {
                 return true;
             }
             Err(error) => {
-                let who = self.links[peer as usize].contact.describe();
+                let who = self.connections[peer as usize].contact.describe();
                 log::warn!("penstock: cannot connect to the local socket of {who} ({error}): TCP instead");
                 return false;
             }
         };
         let fd: OwnedFd = socket.into();
-        let link = &mut self.links[peer as usize];
-        let reads = match read_memory_epoch(&fd, &link.contact) {
-            Err(error) if link.unread < UNREAD_ATTEMPTS && self.yama.may_end(&error, &link.contact.process) => {
-                link.unread += 1;
+        let connections = &mut self.connections[peer as usize];
+        let reads = match read_memory_epoch(&fd, &connections.contact) {
+            Err(error)
+                if connections.unread < UNREAD_ATTEMPTS && self.yama.may_end(&error, &connections.contact.process) =>
+            {
+                connections.unread += 1;
                 let at = now.plus(UNREAD_AGAIN);
-                link.retries.push((FROM_THE_START, at, attempt));
+                connections.retries.push((FROM_THE_START, at, attempt));
                 self.schedule_timers(at);
                 return true;
             }
-            read => self.can_read(read, &self.links[peer as usize].contact),
+            read => self.can_read(read, &self.connections[peer as usize].contact),
         };
         let connector = self.connector(peer, 0, if reads { FEATURES | FEATURE_READS_MEMORY } else { FEATURES });
         let mut socket = Socket::new(
@@ -119,10 +121,10 @@ impl Driver {
         attempt: u32,
         now: Time,
     ) {
-        if self.links[peer as usize].finished {
+        if self.connections[peer as usize].finished {
             return;
         }
-        let contact = &self.links[peer as usize].contact;
+        let contact = &self.connections[peer as usize].contact;
         let Some(remote) = contact.tcp.get(stream as usize % contact.tcp.len().max(1)).copied() else {
             let reason = format!("{} publishes no address to connect to", contact.describe());
             handler.refused(&mut self.peers, peer, &reason);
@@ -133,9 +135,9 @@ impl Driver {
             self.listeners.addresses().map(|a| a.ip()).filter(|ip| ip.is_ipv4() == remote.is_ipv4()).collect();
         let from = (!own.is_empty()).then(|| own[stream as usize % own.len()]);
         let buffer_bytes = self.settings.socket_buffer_bytes as usize;
-        let link = &self.links[peer as usize];
+        let connections = &self.connections[peer as usize];
         // A stream that was lost may have been on a path that carries nothing any more: the kernel chooses its next one.
-        let port = if link.lost.contains(&stream) { 0 } else { link.ports.of(stream, attempt) };
+        let port = if connections.lost.contains(&stream) { 0 } else { connections.ports.of(stream, attempt) };
         let attempt_connect = |port: u16| -> io::Result<Wire> {
             if let System::Played(host) = &*self.system {
                 return Ok(Wire::Played(host.connect(remote)));
@@ -200,7 +202,7 @@ impl Driver {
         self.complain(&format!("cannot connect to {reason}"), now);
         self.peers.troubles[peer as usize] = Some(reason.to_owned());
         let at = now.plus(ACCEPT_AGAIN);
-        self.links[peer as usize].retries.push((stream, at, attempt));
+        self.connections[peer as usize].retries.push((stream, at, attempt));
         self.schedule_timers(at);
     }
 
@@ -214,42 +216,42 @@ impl Driver {
         why: &CloseReason,
         now: Time,
     ) {
-        let link = &mut self.links[peer as usize];
-        if link.finished || !link.connects {
+        let connections = &mut self.connections[peer as usize];
+        if connections.finished || !connections.connects {
             return;
         }
         let reason = format!("{remote}: {why}");
         self.peers.troubles[peer as usize] = Some(reason.clone());
-        link.refusals = if why.is_refused() { link.refusals + 1 } else { 0 };
+        connections.refusals = if why.is_refused() { connections.refusals + 1 } else { 0 };
         // The peer's host answers, but nothing listens there. A process listens before it says where.
-        let has_died = link.refusals >= 2;
+        let has_died = connections.refusals >= 2;
         let none_up = self.peers.look(peer).stream_count() == 0;
-        if has_died && link.was_up && none_up {
+        if has_died && connections.was_up && none_up {
             let what = "closed all its connections and no longer listens: the process has died";
             return self.lose(handler, peer, what, true, now);
         }
         // A peer that answers is there. How long a join waits until the peer takes part in it, its time-out says; such answers
         // leave some attempts for what else may fail.
-        let is_awaited = link.job.as_ref().is_some_and(|(job, _)| handler.awaits(*job));
+        let is_awaited = connections.job.as_ref().is_some_and(|(job, _)| handler.awaits(*job));
         let may_last = *why == CloseReason::NotYet && is_awaited;
         let attempt = if may_last && attempt >= ATTEMPTS_OF_WAITING { SLOW_ATTEMPTS } else { attempt + 1 };
         // A peer that was never up is given longer: something on the way to it may refuse, too.
         let is_gone = has_died && none_up && attempt > REFUSED_ATTEMPTS;
         if attempt > CONNECT_ATTEMPTS || is_gone {
-            log::warn!("penstock: gave up stream {stream} to {}: {reason}", link.contact.describe());
+            log::warn!("penstock: gave up stream {stream} to {}: {reason}", connections.contact.describe());
             if none_up {
                 self.lose(handler, peer, &format!("cannot be reached ({reason})"), has_died, now);
             }
             return;
         }
         let delay = RETRY_FIRST << attempt.min(SLOW_ATTEMPTS);
-        link.retries.push((stream, now.plus(delay), attempt));
+        connections.retries.push((stream, now.plus(delay), attempt));
         self.schedule_timers(now.plus(delay));
     }
 
     pub(super) fn connector(&self, peer: PeerId, stream: StreamId, features: u32) -> Connector {
-        let link = &self.links[peer as usize];
-        let (job, secret) = link.job.as_ref().expect("connecting for a job");
+        let connections = &self.connections[peer as usize];
+        let (job, secret) = connections.job.as_ref().expect("connecting for a job");
         let hello = Hello {
             version: (VERSION_MAJOR, VERSION_MINOR),
             features,
@@ -257,7 +259,7 @@ impl Driver {
             generation: self.settings.peer.generation,
             rank: self.settings.rank,
             from: self.settings.node,
-            to: link.contact.node,
+            to: connections.contact.node,
             stream: stream as u16,
             nonce: random(),
         };
@@ -272,7 +274,7 @@ impl Driver {
         match self.system.watch(0, &socket.wire, token, epoll::EventFlags::IN | epoll::EventFlags::OUT, true) {
             Ok(()) => {
                 self.schedule_timers(now.plus(SECOND));
-                self.links[peer as usize].sockets.push(token);
+                self.connections[peer as usize].sockets.push(token);
                 self.sockets.insert(token, socket);
             }
             Err(error) => {

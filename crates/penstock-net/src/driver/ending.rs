@@ -1,6 +1,6 @@
 //! The end of the loop: good-byes, and sockets closed so that peers can read what was sent.
 
-use super::{Driver, Link};
+use super::{Connections, Driver};
 use crate::handler::Handler;
 use crate::socket::Socket;
 use crate::system::System;
@@ -13,10 +13,10 @@ impl Driver {
     /// Sends a good-bye to every peer that has taken all messages, or to all peers. A peer that received one accepts no new
     /// stream, so frames that the good-bye overtakes are lost with the streams. `farewells`: when each peer got it.
     pub(super) fn say_bye(&mut self, farewells: &mut HashMap<PeerId, Time>, waits_for_messages: bool, now: Time) {
-        for peer in 0..self.links.len() as PeerId {
-            let link = &self.links[peer as usize];
+        for peer in 0..self.connections.len() as PeerId {
+            let connections = &self.connections[peer as usize];
             let is_due = !waits_for_messages || self.peers.look(peer).may_say_bye();
-            if link.was_up && !link.finished && is_due && !farewells.contains_key(&peer) {
+            if connections.was_up && !connections.finished && is_due && !farewells.contains_key(&peer) {
                 self.peers.machine(peer).bye();
                 farewells.insert(peer, now);
             }
@@ -27,11 +27,11 @@ impl Driver {
     /// whose last frames are not acknowledged would take them for lost. A peer that does not acknowledge is not waited for
     /// long.
     pub(super) fn has_taken_leave(&self, farewells: &HashMap<PeerId, Time>, now: Time) -> bool {
-        (0..self.links.len() as PeerId).all(|peer| {
-            let (link, machine) = (&self.links[peer as usize], self.peers.look(peer));
-            let has_taken_it = || machine.is_quiet() && !machine.owes_acks() && self.is_flushed(link);
+        (0..self.connections.len() as PeerId).all(|peer| {
+            let (connections, machine) = (&self.connections[peer as usize], self.peers.look(peer));
+            let has_taken_it = || machine.is_quiet() && !machine.owes_acks() && self.is_flushed(connections);
             let is_over = || farewells.get(&peer).is_some_and(|said| now.since(*said) >= self.linger());
-            !link.was_up || link.finished || has_taken_it() || is_over()
+            !connections.was_up || connections.finished || has_taken_it() || is_over()
         })
     }
 
@@ -48,8 +48,8 @@ impl Driver {
     }
 
     /// Whether every frame that was begun is written.
-    pub(super) fn is_flushed(&self, link: &Link) -> bool {
-        let sockets = link.sockets.iter().filter_map(|token| self.sockets.get(token));
+    pub(super) fn is_flushed(&self, connections: &Connections) -> bool {
+        let sockets = connections.sockets.iter().filter_map(|token| self.sockets.get(token));
         sockets.filter(|socket| socket.is_up()).all(Socket::is_flushed)
     }
 

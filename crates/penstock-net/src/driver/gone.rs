@@ -37,7 +37,7 @@ impl Driver {
         let (was_up, stream, local, attempt) = (socket.is_up(), socket.stream, socket.local, socket.attempt);
         let remote = socket.remote.clone();
         drop(socket);
-        self.links[peer as usize].sockets.retain(|known| *known != token);
+        self.connections[peer as usize].sockets.retain(|known| *known != token);
         if was_up {
             let landing = self.peers.claims.landing_of(token);
             let machine = self.peers.machine(peer);
@@ -46,10 +46,10 @@ impl Driver {
             }
             machine.stream_down(stream);
         }
-        let link = &mut self.links[peer as usize];
+        let connections = &mut self.connections[peer as usize];
         // Also while stopping: messages that the peer has not taken need a connection. A peer that was never connected is not
         // waited for.
-        if link.finished || (handler.stopping() && !link.was_up) {
+        if connections.finished || (handler.stopping() && !connections.was_up) {
             return;
         }
         let machine = self.peers.look(peer);
@@ -57,7 +57,7 @@ impl Driver {
         // A peer that ends closes its streams itself, once its good-bye is acknowledged. A stream that was lost before may have
         // taken acknowledgements along, which the peer stays to repeat.
         let may_return = none_up && !local && *reason != CloseReason::ClosedThere && machine.has_frames_out();
-        if link.said_bye && !may_return {
+        if connections.said_bye && !may_return {
             if none_up {
                 self.lose(handler, peer, "has no stream left", false, now);
             }
@@ -76,12 +76,12 @@ impl Driver {
         if is_acceptor {
             return; // who it was has not proved to be the peer
         }
-        let link = &mut self.links[peer as usize];
-        if was_up && !link.lost.contains(&stream) {
-            link.lost.push(stream);
+        let connections = &mut self.connections[peer as usize];
+        if was_up && !connections.lost.contains(&stream) {
+            connections.lost.push(stream);
         }
-        if none_up && link.was_up && link.down_since.is_none() {
-            link.down_since = Some(now);
+        if none_up && connections.was_up && connections.down_since.is_none() {
+            connections.down_since = Some(now);
             self.schedule_timers(now.plus(RECONNECT_WITHIN));
         }
         let attempt = if was_up { 0 } else { attempt };
@@ -99,8 +99,8 @@ impl Driver {
         reason: &CloseReason,
         now: Time,
     ) {
-        let link = &self.links[peer as usize];
-        if link.finished || link.said_bye || handler.stopping() {
+        let connections = &self.connections[peer as usize];
+        if connections.finished || connections.said_bye || handler.stopping() {
             return;
         }
         // A half written frame of a group that has just failed is copied before the rest of it is written.
@@ -112,11 +112,11 @@ impl Driver {
     /// Tells a peer that is given up for its silence that it was, as far as its sockets take it at once. A peer that was
     /// stopped reads this when it goes on.
     pub(super) fn give_up<H: Handler>(&mut self, handler: &mut H, peer: PeerId, what: &str, now: Time) {
-        let link = &self.links[peer as usize];
-        if link.finished || link.said_bye {
+        let connections = &self.connections[peer as usize];
+        if connections.finished || connections.said_bye {
             return;
         }
-        let tokens = link.sockets.clone();
+        let tokens = connections.sockets.clone();
         // As in `say_why`: a peer that was given up earlier in this turn has ended its groups.
         self.follow_orders(handler, now);
         handler.cut_off(&mut self.peers, peer, &format!("it {what}"));
@@ -130,16 +130,16 @@ impl Driver {
     /// Ends everything with a peer that cannot be reached any more. One that has said good-bye has left; of another, `what` says
     /// what is wrong, and `has_died` whether its process is gone for certain.
     pub(super) fn lose<H: Handler>(&mut self, handler: &mut H, peer: PeerId, what: &str, has_died: bool, now: Time) {
-        let link = &mut self.links[peer as usize];
-        if std::mem::replace(&mut link.finished, true) {
+        let connections = &mut self.connections[peer as usize];
+        if std::mem::replace(&mut connections.finished, true) {
             return;
         }
-        let (who, has_left) = (link.contact.describe(), link.said_bye);
+        let (who, has_left) = (connections.contact.describe(), connections.said_bye);
         if has_left {
             log::debug!("penstock: {who} has said good-bye, and {what}");
         }
-        link.retries.clear();
-        for token in std::mem::take(&mut link.sockets) {
+        connections.retries.clear();
+        for token in std::mem::take(&mut connections.sockets) {
             if let Some(socket) = self.sockets.remove(&token) {
                 self.closed(handler, token, socket, &CloseReason::PeerLost, now);
             }

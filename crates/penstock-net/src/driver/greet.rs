@@ -87,18 +87,18 @@ impl Driver {
                     }
                     // Once a stream has been up, a refusal of another one concerns that stream only.
                     if let Some(peer) = socket.peer
-                        && let link = &mut self.links[peer as usize]
-                        && !link.was_up
+                        && let connections = &mut self.connections[peer as usize]
+                        && !connections.was_up
                     {
-                        let reason = format!("the hand-shake with {} failed: {error}", link.contact.describe());
+                        let reason = format!("the hand-shake with {} failed: {error}", connections.contact.describe());
                         if matches!(socket.stage, Stage::Connector(_)) {
-                            link.finished = true;
+                            connections.finished = true;
                             handler.refused(&mut self.peers, peer, &reason);
-                        } else if link.complaint.as_ref() != Some(&error) {
+                        } else if connections.complaint.as_ref() != Some(&error) {
                             // The connector proves its identity last, so nothing that it claims before ends a join. All its
                             // streams claim the same, so it is logged once.
                             log::warn!("penstock: {reason}");
-                            link.complaint = Some(error.clone());
+                            connections.complaint = Some(error.clone());
                         }
                     }
                     return Err(CloseReason::Handshake(error));
@@ -113,7 +113,7 @@ impl Driver {
         if let Some((hello, features)) = ended {
             let job = hello.as_ref().map(|hello| hello.job);
             if let Some(hello) = hello {
-                if hello.from != self.links[socket.peer.expect("decided") as usize].contact.node {
+                if hello.from != self.connections[socket.peer.expect("decided") as usize].contact.node {
                     // The process has gone since, and its number is another's.
                     socket.peer = None;
                     return Err(CloseReason::PeerLost);
@@ -122,7 +122,7 @@ impl Driver {
                 socket.stream = u32::from(hello.stream);
                 let peer = socket.peer.expect("decided");
                 // A stream that comes back before its old connection is known to be gone replaces that one.
-                let old = self.links[peer as usize]
+                let old = self.connections[peer as usize]
                     .sockets
                     .clone()
                     .into_iter()
@@ -132,7 +132,7 @@ impl Driver {
                 {
                     self.closed(handler, old, socket, &CloseReason::Replaced, now);
                 }
-                self.links[peer as usize].sockets.push(token);
+                self.connections[peer as usize].sockets.push(token);
             }
             socket.stage = Stage::Up;
             socket.reader.as_mut().expect("nobody reads yet").preload(&rest);
@@ -188,14 +188,14 @@ impl Driver {
         now: Time,
     ) -> Result<(), CloseReason> {
         let peer = socket.peer.expect("hand-shaken");
-        let link = &mut self.links[peer as usize];
-        if link.finished {
+        let connections = &mut self.connections[peer as usize];
+        if connections.finished {
             return Err(CloseReason::PeerLost);
         }
-        link.down_since = None;
-        link.refusals = 0;
-        if !link.was_up {
-            link.was_up = true;
+        connections.down_since = None;
+        connections.refusals = 0;
+        if !connections.was_up {
+            connections.was_up = true;
             let mut config = self.settings.peer.clone();
             config.references = socket.local && features & FEATURE_READS_MEMORY != 0;
             config.descriptors = socket.local;
@@ -205,7 +205,7 @@ impl Driver {
         socket.watch_write(&self.system, token, false);
         self.deal(token, socket);
         let pid = socket.wire.descriptor().filter(|_| socket.local).and_then(process_at).unwrap_or(0);
-        handler.linked(&mut self.peers, peer, socket.local, pid, job);
+        handler.connected(&mut self.peers, peer, socket.local, pid, job);
         self.schedule_timers(now.plus(100 * MILLISECOND));
         if socket.reader.as_ref().is_some_and(|reader| reader.has_buffered()) {
             self.threads.again[socket.thread].push(token);

@@ -26,7 +26,7 @@ impl Driver {
 
     pub(super) fn can_read_back(&self, socket: &Socket, peer: PeerId) -> bool {
         let Some(Ok(fd)) = socket.wire.descriptor().map(|fd| fd.as_fd().try_clone_to_owned()) else { return false };
-        let contact = &self.links[peer as usize].contact;
+        let contact = &self.connections[peer as usize].contact;
         contact.memory_epoch != 0 && self.can_read(read_memory_epoch(&fd, contact), contact)
     }
 }

@@ -113,7 +113,8 @@ impl Driver {
     /// Whether a thread has a claim on a stream of a peer that is gone.
     fn has_parted(&self, thread: usize) -> bool {
         let peer = self.peers.claims.peer_of(thread);
-        let is_gone = |peer| self.links[peer as usize].finished && !self.gone.iter().any(|gone| gone.peer == peer);
+        let is_gone =
+            |peer| self.connections[peer as usize].finished && !self.gone.iter().any(|gone| gone.peer == peer);
         peer.is_some_and(is_gone)
     }
 
@@ -125,8 +126,8 @@ impl Driver {
         // A panic has lost half of them, and their streams are out of step.
         let broken = self.sockets.extract_if(|_, socket| socket.reader.is_none() || socket.writer.is_none());
         let broken: Vec<u64> = broken.map(|(token, _)| token).collect();
-        for link in &mut self.links {
-            link.sockets.retain(|token| !broken.contains(token));
+        for connections in &mut self.connections {
+            connections.sockets.retain(|token| !broken.contains(token));
         }
         for (token, socket) in self.sockets.iter_mut().filter(|(_, socket)| socket.thread != 0) {
             let flags = epoll::EventFlags::IN;

@@ -2,7 +2,7 @@
 
 use super::connect::FROM_THE_START;
 use super::threads::JUNK_BYTES;
-use super::{Driver, Link};
+use super::{Connections, Driver};
 use crate::close_reason::CloseReason;
 use crate::descriptors::make_room;
 use crate::handler::{Handler, Order};
@@ -16,35 +16,36 @@ impl Driver {
         let readers = self.sockets.values().filter_map(|socket| socket.reader.as_ref());
         self.peers.buffer_bytes =
             readers.map(|reader| reader.memory_bytes()).sum::<usize>() + self.threads.count() * JUNK_BYTES;
-        for peer in 0..self.links.len() as PeerId {
-            if self.links[peer as usize].finished {
+        for peer in 0..self.connections.len() as PeerId {
+            if self.connections[peer as usize].finished {
                 continue;
             }
-            if self.links[peer as usize].was_up {
+            if self.connections[peer as usize].was_up {
                 self.peers.machine(peer).handle_timeout(now);
                 self.handle_peer_events(handler, peer, now);
                 next = next.min(self.peers.look(peer).poll_timeout(now));
             }
             let due: Vec<(StreamId, u32)> = {
-                let link = &mut self.links[peer as usize];
-                let due = link.retries.iter().filter(|(_, at, _)| *at <= now).map(|(s, _, n)| (*s, *n)).collect();
-                link.retries.retain(|(_, at, _)| *at > now);
+                let connections = &mut self.connections[peer as usize];
+                let due =
+                    connections.retries.iter().filter(|(_, at, _)| *at <= now).map(|(s, _, n)| (*s, *n)).collect();
+                connections.retries.retain(|(_, at, _)| *at > now);
                 due
             };
             for (stream, attempt) in due {
                 if stream == FROM_THE_START {
-                    if let Some((job, secret)) = self.links[peer as usize].job.take() {
+                    if let Some((job, secret)) = self.connections[peer as usize].job.take() {
                         self.connect(handler, peer, job, secret, attempt, now);
                     }
                     continue;
                 }
                 self.connect_stream(handler, peer, stream, attempt, now);
             }
-            let link = &self.links[peer as usize];
-            for (_, at, _) in &link.retries {
+            let connections = &self.connections[peer as usize];
+            for (_, at, _) in &connections.retries {
                 next = next.min(*at);
             }
-            if let Some(since) = link.down_since
+            if let Some(since) = connections.down_since
                 && now.since(since) > RECONNECT_WITHIN
             {
                 self.lose(handler, peer, "closed all its connections: the process has probably died", false, now);
@@ -64,8 +65,8 @@ impl Driver {
         self.next_timers = next.max(now.plus(MILLISECOND));
     }
 
-    /// Makes links for peers that the engine has added.
-    pub(super) fn add_links(&mut self) {
+    /// Makes connections for peers that the engine has added.
+    pub(super) fn add_connections(&mut self) {
         if self.peers.added.is_empty() {
             return;
         }
@@ -74,18 +75,18 @@ impl Driver {
             self.yama.meet(added.filter(|one| one.memory_epoch != 0).map(|one| one.process));
         }
         for (peer, contact) in self.peers.added.drain(..) {
-            match self.links.get_mut(peer as usize) {
-                Some(link) => {
-                    debug_assert!(link.finished && link.sockets.is_empty(), "the one before is gone");
-                    *link = Link::new(contact);
+            match self.connections.get_mut(peer as usize) {
+                Some(connections) => {
+                    debug_assert!(connections.finished && connections.sockets.is_empty(), "the one before is gone");
+                    *connections = Connections::new(contact);
                 }
-                None => self.links.push(Link::new(contact)),
+                None => self.connections.push(Connections::new(contact)),
             }
         }
-        let awaited = self.links.iter().filter(|link| !link.was_up && !link.finished);
-        let to_come = awaited.map(|link| usize::from(self.streams_to(&link.contact))).sum();
+        let awaited = self.connections.iter().filter(|connections| !connections.was_up && !connections.finished);
+        let to_come = awaited.map(|connections| usize::from(self.streams_to(&connections.contact))).sum();
         if let Err(trouble) = make_room(to_come) {
-            let peers = self.links.len();
+            let peers = self.connections.len();
             log::warn!(
                 "penstock: {trouble}: {to_come} streams to {peers} peers. Some ranks may not reach each other. Raise the \
                  hard limit (ulimit -Hn, LimitNOFILE= of systemd, --ulimit nofile of a container), or lower PENSTOCK_STREAMS"
@@ -105,7 +106,7 @@ impl Driver {
         now: Time,
     ) {
         self.part(handler);
-        self.add_links();
+        self.add_connections();
         while let Some(order) = self.peers.orders.pop_front() {
             match order {
                 Order::Connect(peer, job, secret) => self.connect(handler, peer, job, secret, 0, now),

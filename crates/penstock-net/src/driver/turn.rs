@@ -4,7 +4,7 @@ use super::threads::{Loop, Run, State, Turn};
 use super::{FIRST_LISTENER, FIRST_SOCKET, LOCAL_LISTENER, WAKE};
 use crate::claims::Claim;
 use crate::close_reason::CloseReason;
-use crate::handler::{Handler, Job};
+use crate::handler::{Handler, Unlocked};
 use crate::socket::Progress;
 use penstock_stream::Header;
 use penstock_stream::frame::{FLAG_PAYLOAD_SUM, Kind};
@@ -24,8 +24,11 @@ impl<H: Handler> Loop<H> {
     pub fn finish(&self) {
         let mut turn = self.begin(0);
         let State { driver, handler } = turn.state();
-        for peer in 0..driver.links.len() {
-            if driver.links[peer].was_up && !driver.links[peer].finished && !driver.links[peer].said_bye {
+        for peer in 0..driver.connections.len() {
+            if driver.connections[peer].was_up
+                && !driver.connections[peer].finished
+                && !driver.connections[peer].said_bye
+            {
                 handler.undelivered(&mut driver.peers, peer as PeerId);
             }
         }
@@ -171,7 +174,7 @@ impl<H: Handler> Turn<'_, H> {
         let State { driver, handler } = self.state();
         let now = driver.peers.now;
         // The event before may have been a wake-up that added the peer to which this hand-shake belongs.
-        driver.add_links();
+        driver.add_connections();
         match token {
             WAKE => {
                 let mut count = [0u8; 8];
@@ -269,7 +272,7 @@ impl<H: Handler> Turn<'_, H> {
         driver.handle_peer_events(handler, peer, now);
         driver.follow_orders(handler, now);
         let Some(socket) = driver.sockets.get_mut(&token) else { return Ok(false) };
-        if driver.links[peer as usize].finished {
+        if driver.connections[peer as usize].finished {
             return Err(CloseReason::PeerLost);
         }
         let stream = socket.stream;
@@ -383,9 +386,9 @@ impl<H: Handler> Turn<'_, H> {
     fn pump_peer(&mut self, peer: PeerId, next: Option<PeerId>) -> bool {
         let driver = self.driver();
         let now = driver.peers.now;
-        let link = &mut driver.links[peer as usize];
-        link.round = link.round.wrapping_add(1);
-        let (tokens, first) = (link.sockets.clone(), link.round);
+        let connections = &mut driver.connections[peer as usize];
+        connections.round = connections.round.wrapping_add(1);
+        let (tokens, first) = (connections.sockets.clone(), connections.round);
         let mut open: Vec<u64> = (0..tokens.len()).map(|at| tokens[(at + first) % tokens.len()]).collect();
         if let Some(express) = driver.peers.look(peer).express(now) {
             open.sort_by_key(|token| driver.sockets.get(token).is_none_or(|socket| socket.stream != express));
@@ -465,7 +468,7 @@ impl super::Driver {
         };
         if self.threads.count() > 1
             && self.peers.look(peer).has_more()
-            && self.links[peer as usize].sockets.iter().any(has_room)
+            && self.connections[peer as usize].sockets.iter().any(has_room)
             && self.wake_another(thread)
         {
             self.peers.machine(peer);

@@ -44,7 +44,7 @@ impl Driver {
         let now = self.peers.now;
         let urgent = |peer: &PeerId| Some((self.peers.look(*peer).brings_urgent(now)?, *peer));
         let Some((priority, from)) = self.peers.dirty.iter().filter_map(urgent).min() else { return };
-        for peer in 0..self.links.len() as PeerId {
+        for peer in 0..self.connections.len() as PeerId {
             let machine = self.peers.look(peer);
             if peer != from && !machine.config().descriptors && machine.should_pause(priority, now) {
                 self.peers.machine(peer).pause(priority, now);

@@ -27,7 +27,7 @@ use crate::{
 pub(super) fn ring(draft: &mut Draft<'_>) {
     let n = draft.world;
     let chunks = Chunks::nearly_equal(draft.bytes, n);
-    let ring = Ring::by_host(&draft.request.topology);
+    let ring = Ring::by_host(&draft.request.placement);
     let place = ring.place(draft.rank);
     let (next, prev) = (ring.rank(place + 1), ring.rank(place + n - 1));
     let slices = (0..n).map(|chunk| draft.chunk(Buf::Output, &chunks, chunk)).collect();
@@ -40,7 +40,7 @@ pub(super) fn ring(draft: &mut Draft<'_>) {
 
 /// Each server adds its range of the tensor: a push and a pull for each, segment by segment.
 pub(super) fn aggregated(draft: &mut Draft<'_>) {
-    let ranges = shares(&draft.request.topology, draft.bytes);
+    let ranges = shares(&draft.request.placement, draft.bytes);
     for (server, (start, len)) in (0..).zip(ranges) {
         let range = draft.slice(Buf::Output, start, len);
         let segments = draft.segments(len);
@@ -96,8 +96,8 @@ impl Lap {
 /// The ring's reductions have one message each, which waits for the host's own sum, its other operand: a late grant,
 /// but sums within a host are made much faster than a link brings what they wait for.
 pub(super) fn hierarchical(draft: &mut Draft<'_>) {
-    let division = Hierarchy::of(&draft.request.topology, draft.bytes);
-    let (hosts, host) = (division.hosts(), draft.request.topology.host(draft.rank));
+    let division = Hierarchy::of(&draft.request.placement, draft.bytes);
+    let (hosts, host) = (division.hosts(), draft.request.placement.host(draft.rank));
     let mut shares: Vec<Share> = division.shares().map(|share| Share::new(draft, &division, host, share)).collect();
     // Starts with this rank's own share, so that not all ranks of a host send to the same owner first.
     let first = shares.iter().position(|share| share.owner >= draft.rank).unwrap_or(0);

@@ -94,7 +94,7 @@ pub(super) fn scatter(draft: &mut Draft<'_>, root: u32) {
 
 fn relatives(draft: &Draft<'_>, root: u32, algorithm: Algorithm) -> Relatives {
     let n = draft.world;
-    let order = Ring::from_root(root, &draft.request.topology, algorithm);
+    let order = Ring::from_root(root, &draft.request.placement, algorithm);
     let v = order.place(draft.rank);
     let relatives = match algorithm {
         Algorithm::Tree => Relatives::in_tree(v, n),

@@ -23,7 +23,7 @@ pub(super) fn reduce_scatter_ring(draft: &mut Draft<'_>) {
         draft.copy(output, input, []);
         return;
     }
-    let ring = Ring::by_host(&draft.request.topology);
+    let ring = Ring::by_host(&draft.request.placement);
     let place = ring.place(draft.rank);
     let (next, prev) = (ring.rank(place + 1), ring.rank(place + n - 1));
     let behind = |draft: &Draft<'_>, distance: u32| draft.chunk(Buf::Input, &chunks, ring.rank(place + n - distance));
@@ -65,7 +65,7 @@ pub(super) fn reduce_scatter_direct(draft: &mut Draft<'_>) {
 pub(super) fn all_gather_ring(draft: &mut Draft<'_>) {
     let n = draft.world;
     let chunks = Chunks::equal(draft.bytes, n);
-    let ring = Ring::by_host(&draft.request.topology);
+    let ring = Ring::by_host(&draft.request.placement);
     let place = ring.place(draft.rank);
     let (next, prev) = (ring.rank(place + 1), ring.rank(place + n - 1));
     let own = draft.slice(Buf::Input, 0, chunks.max());

@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each test uses its part")]
 
 use penstock_plan::{
-    Algorithm, Collective, Request, Splits, Steps, Topology,
+    Algorithm, Collective, Placement, Request, Splits, Steps,
     check::{Report, Rules, Violation, check},
     steps,
 };
@@ -18,7 +18,7 @@ pub(crate) struct Case {
 }
 
 impl Case {
-    /// On the topology that asks the most of the transport: every rank on a host of its own, where the algorithm does not
+    /// On the placement that asks the most of the transport: every rank on a host of its own, where the algorithm does not
     /// hold messages.
     pub(crate) fn new(
         collective: Collective,
@@ -27,27 +27,27 @@ impl Case {
         bytes: u64,
         element_bytes: u32,
     ) -> Case {
-        let topology = if algorithm.holds_messages(collective) {
-            Topology::one_host(world)
+        let placement = if algorithm.holds_messages(collective) {
+            Placement::one_host(world)
         } else {
-            Topology::separate_hosts(world)
+            Placement::separate_hosts(world)
         };
-        Case::on(&topology, collective, algorithm, bytes, element_bytes)
+        Case::on(&placement, collective, algorithm, bytes, element_bytes)
     }
 
     pub(crate) fn on(
-        topology: &Topology,
+        placement: &Placement,
         collective: Collective,
         algorithm: Algorithm,
         bytes: u64,
         element_bytes: u32,
     ) -> Case {
-        let world = topology.world();
+        let world = placement.world();
         let request = |rank| Request {
             collective,
             world,
             rank,
-            topology: topology.clone(),
+            placement: placement.clone(),
             bytes,
             element_bytes,
             splits: None,
@@ -88,9 +88,9 @@ impl Case {
 }
 
 /// Ways to put ranks on hosts: all together, each alone, in blocks, by turns, and uneven ones.
-pub(crate) fn topologies(world: u32) -> Vec<Topology> {
-    let mut topologies: Vec<Topology> = Vec::new();
-    let placements: [&dyn Fn(u32) -> u32; 10] = [
+pub(crate) fn placements(world: u32) -> Vec<Placement> {
+    let mut placements: Vec<Placement> = Vec::new();
+    let hosts: [&dyn Fn(u32) -> u32; 10] = [
         &|_| 0,
         &|rank| rank,
         &|rank| rank / 2,
@@ -102,23 +102,23 @@ pub(crate) fn topologies(world: u32) -> Vec<Topology> {
         &|rank| u32::from(rank % 5 == 2),
         &|rank| rank * rank % 7,
     ];
-    for host in placements {
-        let topology = Topology::new(&(0..world).map(host).collect::<Vec<u32>>());
-        if !topologies.contains(&topology) {
-            topologies.push(topology);
+    for host in hosts {
+        let placement = Placement::new(&(0..world).map(host).collect::<Vec<u32>>());
+        if !placements.contains(&placement) {
+            placements.push(placement);
         }
     }
-    topologies
+    placements
 }
 
-/// What depends on the topology, on every one of [`topologies`].
+/// What depends on the placement, on every one of [`placements`].
 pub(crate) fn cases_on_hosts(world: u32, sizes: &[u64], element_bytes: u32) -> Vec<Case> {
     let mut cases = Vec::new();
-    for topology in topologies(world) {
+    for placement in placements(world) {
         for &bytes in sizes {
             let mut add = |collective, algorithm, parts: u32| {
                 let bytes = bytes.next_multiple_of(u64::from(parts * element_bytes));
-                cases.push(Case::on(&topology, collective, algorithm, bytes, element_bytes));
+                cases.push(Case::on(&placement, collective, algorithm, bytes, element_bytes));
             };
             add(Collective::AllReduce, Algorithm::Hierarchical, 1);
             add(Collective::AllReduce, Algorithm::Ring, 1);
@@ -159,10 +159,10 @@ pub(crate) fn cases(world: u32, sizes: &[u64], element_bytes: u32) -> Vec<Case> 
         cases.push(Case::uneven_all_to_all(world, |from, to| bytes * u64::from((3 * from + 5 * to) % 4) / 3));
     }
     for weights in [&[1][..], &[1, 1], &[0, 3, 2]] {
-        let topology = Topology::separate_hosts(world).with_servers(weights);
+        let placement = Placement::separate_hosts(world).with_servers(weights);
         let of = |&bytes: &u64| {
             let bytes = bytes.next_multiple_of(u64::from(element_bytes));
-            Case::on(&topology, Collective::AllReduce, Algorithm::Aggregated, bytes, element_bytes)
+            Case::on(&placement, Collective::AllReduce, Algorithm::Aggregated, bytes, element_bytes)
         };
         cases.extend(sizes.iter().map(of));
     }

@@ -16,14 +16,9 @@ fn held(seed: u64) -> Scenario {
 }
 
 fn run_seeds(seeds: Range<u64>) -> [u64; 4] {
-    let mut totals = [0; 4];
-    for seed in seeds {
-        let outcome = check(&held(seed));
-        for (total, more) in totals.iter_mut().zip([outcome.results, outcome.failed, outcome.fallen, outcome.lost]) {
-            *total += more;
-        }
-    }
-    totals
+    let outcomes = on_all_cores(seeds, |seed| check(&held(seed)));
+    let total = |of: fn(&Outcome) -> u64| outcomes.iter().map(of).sum();
+    [total(|o| o.results), total(|o| o.failed), total(|o| o.fallen), total(|o| o.lost)]
 }
 
 /// Hundreds of jobs with all kinds of faults, whose servers are done late and in any order: every result is the undisturbed sum, bit by
@@ -39,10 +34,7 @@ fn seeds_of_pulls() {
 #[test]
 #[ignore = "takes minutes; for changes of a rule"]
 fn thousands_of_seeds_of_pulls() {
-    std::thread::scope(|scope| {
-        scope.spawn(|| println!("{:?}", run_seeds(300..2500)));
-        println!("{:?}", run_seeds(2500..5000));
-    });
+    println!("{:?}", run_seeds(300..5000));
 }
 
 /// A worker dies, an aggregator restarts, dies for good, or loses a link, or the server is lost, at every single packet of a run in which
@@ -78,15 +70,13 @@ fn each_result_travels_once() {
 /// (`an_aggregator_that_does_not_know_asks_nothing` in `penstock-aggregation` has the shortest such run.)
 #[test]
 fn restarts_while_results_are_late() {
-    let (mut restarts, mut results) = (0, 0);
-    for seed in 300..400 {
+    let results = on_all_cores(300..400, |seed| {
         let window = [1, 2, 4, 8][seed as usize % 4];
         let longest = [0, MILLISECOND, 4 * MILLISECOND][seed as usize / 4 % 3];
         let held = Some(Held { limit: 4 * window + 8, longest, fails: false });
-        let faults: Vec<_> = (1..60)
+        let faults = (1..60)
             .map(|turn| (40 * turn + seed % 40, Fault::Restart { aggregator: 0, down: MILLISECOND / 5 }))
             .collect();
-        restarts += faults.len();
         let scenario = Scenario {
             seed,
             held,
@@ -98,8 +88,7 @@ fn restarts_while_results_are_late() {
             faults,
             ..quiet(Shape::Star, 3)
         };
-        results += check(&scenario).results;
-    }
-    println!("{results} results, up to {restarts} restarts");
-    assert_eq!(results, 100 * 40 * 3);
+        check(&scenario).results
+    });
+    assert_eq!(results, [40 * 3; 100]);
 }

@@ -1,9 +1,8 @@
 //! The sending end of a link: the packets that wait there, and the one that is being sent.
 
 use super::{FlowId, Link};
+use crate::agenda::Agenda;
 use penstock_types::{SECOND, Time};
-use std::cmp::Ordering;
-use std::collections::BinaryHeap;
 
 /// A packet under way.
 #[derive(Clone, Debug)]
@@ -25,10 +24,10 @@ pub(super) struct Port<P> {
     pub(super) is_up: bool,
     /// Nothing leaves before this time.
     pub(super) clogged_until: Time,
-    waiting: BinaryHeap<Waiting<P>>,
+    /// By start tag, which is a virtual time, and then by arrival.
+    waiting: Agenda<Parcel<P>>,
     /// Bytes of the packets that wait, without the one that is being sent.
     waiting_bytes: u64,
-    arrivals: u64,
     /// The start tag of the packet that was sent last: the virtual time of start-time fair queueing.
     virtual_time: u64,
     sending: Option<Sending<P>>,
@@ -49,13 +48,6 @@ struct Sending<P> {
     since: Time,
 }
 
-#[derive(Clone, Debug)]
-struct Waiting<P> {
-    tag: u64,
-    arrival: u64,
-    parcel: Parcel<P>,
-}
-
 /// What a port does next.
 pub(super) enum Turn<P> {
     /// This packet has left.
@@ -74,9 +66,8 @@ impl<P> Port<P> {
             link,
             is_up: true,
             clogged_until: Time(0),
-            waiting: BinaryHeap::new(),
+            waiting: Agenda::default(),
             waiting_bytes: 0,
-            arrivals: 0,
             virtual_time: 0,
             sending: None,
             turn: 0,
@@ -104,9 +95,8 @@ impl<P> Port<P> {
         if self.link.fair {
             *finish = tag + parcel.bytes;
         }
-        self.arrivals += 1;
         self.waiting_bytes += parcel.bytes;
-        self.waiting.push(Waiting { tag, arrival: self.arrivals, parcel });
+        self.waiting.add(Time(tag), parcel);
     }
 
     /// The packet of this turn has been sent, unless it was interrupted.
@@ -124,7 +114,7 @@ impl<P> Port<P> {
         if self.sending.is_some() || now < self.clogged_until {
             return Turn::Rests;
         }
-        let Some(Waiting { tag, parcel, .. }) = self.waiting.pop() else {
+        let Some((tag, parcel)) = self.waiting.next_at().and_then(|tag| Some((tag, self.waiting.pop(tag)?))) else {
             self.spare = 0;
             return Turn::Rests;
         };
@@ -132,7 +122,7 @@ impl<P> Port<P> {
         if is_stale(&parcel) {
             return Turn::Stale(parcel);
         }
-        self.virtual_time = tag;
+        self.virtual_time = tag.0;
         if self.link.rate == 0 {
             return Turn::Left(parcel);
         }
@@ -177,24 +167,3 @@ impl<P> Port<P> {
         sending.left.saturating_sub(u128::from(self.link.rate) * u128::from(now.since(from)))
     }
 }
-
-/// The largest is what a [`BinaryHeap`] gives first: the lowest tag, then the earliest arrival.
-impl<P> Ord for Waiting<P> {
-    fn cmp(&self, other: &Self) -> Ordering {
-        (other.tag, other.arrival).cmp(&(self.tag, self.arrival))
-    }
-}
-
-impl<P> PartialOrd for Waiting<P> {
-    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl<P> PartialEq for Waiting<P> {
-    fn eq(&self, other: &Self) -> bool {
-        self.cmp(other) == Ordering::Equal
-    }
-}
-
-impl<P> Eq for Waiting<P> {}

@@ -1,6 +1,6 @@
 //! What a rank tells at its end in a channel or a group: what it did there, and what still counts.
 
-use super::{Channel, FrameError, Header, Kind, MessageKey};
+use super::{FrameError, Header, Kind, MessageKey, NumberSpace};
 use crate::fingerprint::{Fingerprint, Layout, Order};
 use penstock_types::{ChannelId, OpSeq};
 use std::collections::BTreeMap;
@@ -29,7 +29,7 @@ impl Counts {
     /// Whether a collective is among those that count. Messages between two ranks never are.
     #[must_use]
     pub fn include(&self, key: &MessageKey) -> bool {
-        matches!(key.channel, Channel::Collective(channel) if key.op.0 < self.of(channel))
+        matches!(key.space, NumberSpace::Collective(channel) if key.op.0 < self.of(channel))
     }
 
     pub(crate) fn encode(&self) -> Vec<u8> {

@@ -4,7 +4,7 @@ use super::credit::eager_cost;
 use super::operation::OpKey;
 use super::outgoing::{Control, Copied, Way};
 use super::{NO_MESSAGE, Peer};
-use crate::frame::{Channel, Counts, Farewell, Header, Kind, MessageKey};
+use crate::frame::{Counts, Farewell, Header, Kind, MessageKey, NumberSpace};
 use penstock_types::{GroupId, OpSeq, Scope};
 use std::collections::BTreeMap;
 
@@ -82,8 +82,8 @@ impl<C: Copied> Peer<C> {
 
     /// Forgets everything about an operation that is finished here. A copied message that waits for its grant or its
     /// acknowledgement goes on.
-    pub fn retire(&mut self, group: GroupId, channel: Channel, op: OpSeq) {
-        if let Some(op) = self.ops.remove(&OpKey { group, channel, op }) {
+    pub fn retire(&mut self, group: GroupId, space: NumberSpace, op: OpSeq) {
+        if let Some(op) = self.ops.remove(&OpKey { group, space, op }) {
             self.remembered -= op.remembered();
         }
     }
@@ -92,7 +92,7 @@ impl<C: Copied> Peer<C> {
     /// peer go on.
     pub fn retire_all(&mut self, scope: impl Into<Scope>) {
         let scope = scope.into();
-        for (_, op) in self.ops.extract_if(|key, _| scope.covers(key.group, key.channel.id())) {
+        for (_, op) in self.ops.extract_if(|key, _| scope.covers(key.group, key.space.channel())) {
             self.remembered -= op.remembered();
         }
     }
@@ -188,5 +188,5 @@ fn keys_of(by_key: &BTreeMap<MessageKey, u64>, scope: Scope) -> impl Iterator<It
 
 /// The smallest key of a group, or of a channel.
 pub(super) fn first_key(scope: Scope) -> MessageKey {
-    MessageKey { group: scope.group, channel: Channel::Collective(scope.channel), ..NO_MESSAGE }
+    MessageKey { group: scope.group, space: NumberSpace::Collective(scope.channel), ..NO_MESSAGE }
 }

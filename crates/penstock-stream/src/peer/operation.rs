@@ -1,7 +1,7 @@
 //! What one end of a pair remembers of an operation: what was granted in it, and which bytes of its messages are here.
 
 use super::StreamId;
-use crate::frame::{Channel, FrameError, Header, MIN_FRAME_BYTES, MessageKey};
+use crate::frame::{FrameError, Header, MIN_FRAME_BYTES, MessageKey, NumberSpace};
 use crate::ranges::Ranges;
 use penstock_types::{GroupId, OpSeq};
 use std::collections::{BTreeMap, HashMap};
@@ -55,13 +55,13 @@ impl<P> Landing<P> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct OpKey {
     pub(super) group: GroupId,
-    pub(super) channel: Channel,
+    pub(super) space: NumberSpace,
     pub(super) op: OpSeq,
 }
 
 impl OpKey {
     pub(super) fn of(key: &MessageKey) -> OpKey {
-        OpKey { group: key.group, channel: key.channel, op: key.op }
+        OpKey { group: key.group, space: key.space, op: key.op }
     }
 }
 

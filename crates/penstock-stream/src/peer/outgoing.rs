@@ -204,7 +204,7 @@ impl<C> Message<C> {
 
     /// The next frame to send, and whether it was sent before. A new frame has `bytes` bytes, or the remainder divided by
     /// `streams`, those for which there is nothing else: all streams shall have something to carry, and finish together.
-    pub(super) fn next_frame(&mut self, bytes: u32, streams: u64) -> (u32, bool) {
+    pub(super) fn cut_frame(&mut self, bytes: u32, streams: u64) -> (u32, bool) {
         if let Some(index) = self.again.pop() {
             return (index, true);
         }

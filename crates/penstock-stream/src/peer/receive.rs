@@ -377,7 +377,7 @@ pub const LOST_STREAM: StreamId = StreamId::MAX;
 
 /// What a `Report` or `Left` frame is about.
 fn scope_of(header: &Header) -> Scope {
-    Scope { group: header.key.group, channel: header.key.channel.id() }
+    Scope { group: header.key.group, channel: header.key.space.channel() }
 }
 
 /// Bound on what a defective peer makes us hold: references that were not asked for, and gaps between its control frames. Four times

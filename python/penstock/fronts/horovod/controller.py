@@ -27,7 +27,7 @@ from penstock.fronts.horovod.group import Group
 from penstock.fronts.horovod.negotiation import BLOCK_BYTES, Negotiation, Round
 from penstock.fronts.horovod.operations import Entry, Flight, Result
 from penstock.fronts.horovod.timeline import Timeline
-from penstock.runtime import process
+from penstock.runtime import process, urgency
 
 __all__ = ["NEVER_S", "SHUT_DOWN", "Controller", "Settings"]
 
@@ -206,8 +206,7 @@ class Controller:
         try:
             pause_s = 0.0
             for number in itertools.count(1):
-                block = self._next_block(pause_s)
-                outcome = self._round(number, block)
+                outcome = self._round(number, *self._next_block(pause_s))
                 self._execute(outcome)
                 if outcome.stopped:
                     self._stopped = outcome.stopped
@@ -234,7 +233,8 @@ class Controller:
         for member in (self._member, self.group.backend._member):
             member.group.abort(told)
 
-    def _next_block(self, pause_s: float) -> bytes:
+    def _next_block(self, pause_s: float) -> tuple[bytes, int]:
+        """What this rank says in the next round, and the priority of that: of the most urgent operation that waits for it."""
         with self._wake:
             if pause_s:
                 self._wake.wait_for(lambda: self._negotiation.fresh, pause_s)
@@ -242,11 +242,12 @@ class Controller:
             if self._settings.cycle_time_s > 0:
                 # Only a full block needs not wait.
                 self._wake.wait_for(lambda: self._negotiation.full, self._settings.cycle_time_s)
-            return self._negotiation.block()
+            priority = min((entry.request.priority for entry in self._entries.values()), default=urgency.USUAL)
+            return self._negotiation.block(), priority
 
-    def _round(self, number: int, block: bytes) -> Round:
+    def _round(self, number: int, block: bytes, priority: int) -> Round:
         self._timeline.cycle()
-        ticket = self._buffers.gather(self._member.group, block)
+        ticket = self._buffers.gather(self._member.group, block, priority)
         while not ticket.wait(_LOOK_S):
             self._check_stall(number)
         with self._wake:
@@ -390,7 +391,7 @@ class _Buffers:
         # The same memory, without a new tensor or array in each round.
         self._block_view, self._blocks_view = memoryview(self._block.numpy()), memoryview(self._blocks.numpy())
 
-    def gather(self, channel: Any, block: bytes) -> Any:
+    def gather(self, channel: Any, block: bytes, priority: int) -> Any:
         """Start to send this rank's block to all ranks and to collect theirs. Returns the ticket."""
         self._block_view[:] = block
         return channel.start(
@@ -400,6 +401,7 @@ class _Buffers:
             bytes=self._blocks.numel(),
             input=self._block.data_ptr(),
             output=self._blocks.data_ptr(),
+            priority=urgency.engine_priority(priority),
             timeout_s=NEVER_S,
             keep=(self._block, self._blocks),
         )

@@ -24,8 +24,8 @@ A block (little endian):
   | count  | flags | padding     | count x entry, room for 16 |
 
   an entry:
-  0         16     17   18      19       20     24      28        32         40          48          112
-  | key     | kind | op | dtype | device | root | dims  | padding | prescale | postscale | 8 x extent |
+  0         16     17   18      19       20     24     28         29        32         40          48          112
+  | key     | kind | op | dtype | device | root | dims | priority | padding | prescale | postscale | 8 x extent |
 ```
 The key is a hash of the name, with 128 bits because a collision would corrupt results. Of a shape with more than 8 dimensions
 the last extent is the product of what is left out.
@@ -40,6 +40,8 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from penstock.runtime import urgency
 
 __all__ = [
     "BLOCK_BYTES",
@@ -90,6 +92,8 @@ class Request:
     on_cpu: bool = True
     prescale: float = 1.0
     postscale: float = 1.0
+    priority: int = urgency.USUAL
+    """Of `penstock.priority`. Ranks' may differ: each sends by its own, and what is fused follows the first rank's."""
 
     @property
     def elements(self) -> int:
@@ -325,6 +329,7 @@ def _encode(request: Request) -> bytes:
         request.on_cpu,
         request.root,
         len(extents),
+        request.priority,
         request.prescale,
         request.postscale,
         *extents,
@@ -334,8 +339,10 @@ def _encode(request: Request) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def _decode(body: bytes) -> Request:
-    kind, op, dtype, on_cpu, root, dims, prescale, postscale, *extents = _REQUEST.unpack(body)
-    return Request(Kind(kind), Op(op), DTYPES[dtype], tuple(extents[:dims]), root, bool(on_cpu), prescale, postscale)
+    kind, op, dtype, on_cpu, root, dims, priority, prescale, postscale, *extents = _REQUEST.unpack(body)
+    return Request(
+        Kind(kind), Op(op), DTYPES[dtype], tuple(extents[:dims]), root, bool(on_cpu), prescale, postscale, priority
+    )
 
 
 # What can be sent, by its number on the wire.
@@ -348,7 +355,7 @@ _DIMS = 8
 # As many as make a block that still is a small message (1.8 KB): a round costs its latency, not its bytes.
 _ENTRIES = 16
 _HEADER = struct.Struct("<HB13x")
-_REQUEST = struct.Struct("<BBBBiI4xdd8q")
+_REQUEST = struct.Struct("<BBBBiIB3xdd8q")
 _KEY_BYTES = 16
 _ENTRY_BYTES = _KEY_BYTES + _REQUEST.size
 BLOCK_BYTES = _HEADER.size + _ENTRIES * _ENTRY_BYTES

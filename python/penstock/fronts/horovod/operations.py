@@ -13,7 +13,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from penstock import _core
 from penstock.fronts.horovod import adasum
 from penstock.fronts.horovod.group import Group
 from penstock.fronts.horovod.negotiation import Agreed, Kind, Op, Request
+from penstock.runtime import urgency
 
 __all__ = ["Entry", "Flight", "Result", "start"]
 
@@ -90,6 +91,12 @@ class Entry:
     result: Result = field(default_factory=Result)
     submitted_s: float = 0.0
     """time.monotonic() at its submission."""
+    urgent: urgency.Urgency | None = field(default_factory=urgency.current)
+    """The block of `penstock.priority` that it was made in."""
+
+    def __post_init__(self) -> None:
+        if self.urgent is not None:
+            self.request = replace(self.request, priority=self.urgent.number)
 
 
 class Flight:
@@ -152,7 +159,7 @@ def start(
             for entry in own:
                 if entry is not None and entry.ready is not None:
                     torch.cuda.current_stream(entry.ready[0]).wait_event(entry.ready[1])
-            with _inference():
+            with _inference(), urgency.within(_most_urgent(own)):
                 flight = _START[agreed[bucket[0]].request.kind]([agreed[index] for index in bucket], own, group)
             for entry in own:
                 if entry is not None:
@@ -168,18 +175,23 @@ def start(
 
 
 def fuse(requests: Sequence[Request], threshold_bytes: int) -> list[list[int]]:
-    """Which operations go together, by their index: all-reduces that reduce alike, up to ``threshold_bytes`` a bucket.
+    """Which operations go together, by their index: all-reduces that reduce alike and are as urgent, up to ``threshold_bytes``
+    a bucket.
     Buckets are in the order of their first operation."""
     # Only one operation is of a class of its own.
     classes: dict[Request | int, int] = {}
     entries = []
     for index, request in enumerate(requests):
-        alike = Request(
-            Kind.ALLREDUCE, request.op, request.dtype, (), 0, request.on_cpu, request.prescale, request.postscale
-        )
+        alike = replace(request, shape=(), root=0)
         key = alike if request.kind is Kind.ALLREDUCE else index
         entries.append((request.elements * dtype_of(request).itemsize, classes.setdefault(key, len(classes))))
     return _core.merge(entries, threshold_bytes)
+
+
+def _most_urgent(entries: Sequence[Entry | None]) -> urgency.Urgency | None:
+    """The block of this rank's that is obeyed; what a rank submitted elsewhere is as urgent as usual."""
+    numbers = [(entry.request.priority, entry.urgent) for entry in entries if entry is not None]
+    return min(numbers, key=lambda one: one[0], default=(urgency.USUAL, None))[1]
 
 
 # ---------------------------------------------------------------------------------------------------- one kind each

@@ -66,16 +66,24 @@ def read(path: Path) -> tuple[Record, int | None]:
     Raises:
         Config: there is nothing of torch.profiler in it.
     """
-    with opened(path) as text:
-        return _read(text)
+    until_us, cut = math.inf, ""
+    while True:
+        with opened(path) as text:
+            chrome = Chrome(text)
+            gathered = _Gathered(until_us)
+            for event in chrome.events():
+                gathered.add(event)
+            if gathered.dropped and (shorter := gathered.first_steps()) is not None:
+                # The file is read again, for as many of its steps as can be kept.
+                until_us = shorter
+                cut = cut or f"{path.name} has {gathered.kept + gathered.dropped:,} events, more than {MOST_EVENTS:,}"
+                continue
+            return _read(text, chrome, gathered, cut)
 
 
-def _read(text: Text) -> tuple[Record, int | None]:
+def _read(text: Text, chrome: Chrome, gathered: _Gathered, cut: str) -> tuple[Record, int | None]:
+    """``cut`` says why not all of its steps are there, if they are not."""
     name = text.path.name
-    chrome = Chrome(text)
-    gathered = _Gathered()
-    for event in chrome.events():
-        gathered.add(event)
     about = chrome.about
     if not chrome.has_events:
         raise Config(f"{text.path} is JSON, but no trace: it has no list traceEvents. {WHAT_WE_READ}")
@@ -93,6 +101,11 @@ def _read(text: Text) -> tuple[Record, int | None]:
     groups = collectives.groups(info)
     host = Host(gathered.host, gathered.launches, rank)
     steps, samples, how = timeline.steps(host, gathered.kernels, groups, problems, name)
+    if cut:
+        if gathered.kernels and len(steps) > 1:
+            # A device is behind the host: of the last step it has run a part only.
+            steps, samples = steps[:-1], samples[:-1]
+        problems.append(f"{cut}: its first {len(steps)} of {len(gathered.marks)} steps are read")
     start_ns = steps[0].start_ns
     backend = info.get("backend") if isinstance(info, dict) else None
     said = {
@@ -130,13 +143,29 @@ def _joined(before: Record, record: Record) -> bool:
 class _Gathered:
     """What of a trace counts; the rest of it is not kept. Times are microseconds as they stand until `settle`."""
 
+    until_us: float = math.inf
+    """What begins later does not count."""
     host: list[Named] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     launches: dict[int, Called] = field(default_factory=dict)
     pid: int = 0
     bad: int = 0
     dropped: int = 0
+    marks: list[tuple[float, float]] = field(default_factory=list)
+    """When the profiler's steps began and ended."""
     _raw: list[tuple[str, str, float, float, Any, dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def kept(self) -> int:
+        return len(self._raw)
+
+    def first_steps(self) -> float | None:
+        """Until when to read, so that whole steps are kept. None if there is no such time: a single step has too many events, or
+        the file marks no steps."""
+        within = [mark for mark in sorted(self.marks) if mark[1] <= self.until_us]
+        fit = int(len(within) * ROOM * MOST_EVENTS / (self.kept + self.dropped))
+        count = min(max(1, fit), len(within) - 1)
+        return within[count - 1][1] if count > 0 else None
 
     def add(self, event: dict[str, Any]) -> None:
         if event.get("ph") != "X":
@@ -147,6 +176,10 @@ class _Gathered:
         start, length = event.get("ts"), event.get("dur")
         if not _is_time(start) or not _is_time(length):
             self.bad += 1
+            return
+        if category == "host" and timeline.STEP.match(str(event.get("name", ""))):
+            self.marks.append((start, start + length))
+        if start >= self.until_us:
             return
         if len(self._raw) >= MOST_EVENTS:
             self.dropped += 1
@@ -227,3 +260,5 @@ NOTHING: Mapping[str, Any] = {}
 LAST_NS = 1 << 62
 MOST_EVENTS = 2_000_000
 """Of those that count, of one file: about 1 GiB of memory."""
+ROOM = 0.9
+"""Of these events steps are to fill so much, since they are not alike."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from penstock import _core
 
@@ -53,22 +54,22 @@ def serve(role: str, given: dict[str, Any], *, endpoint: str | None = None) -> N
     from penstock import errors
     from penstock.runtime import config
 
-    texts = {name: given[name.replace("-", "_")] for name, *_ in _core.daemon_options(role)}
+    texts = _said(role, given)
     if given["cluster"] is not None:
         texts["listen"] = _listen_of_cluster(role, given)
     elif given["host"] is not None:
         raise click.UsageError("--host names a host of a cluster file: give --cluster too")
-    if texts["listen"] is None:
+    if "listen" not in texts:
         [help_text] = [text for name, _, _, text in _core.daemon_options(role) if name == "listen"]
         raise click.UsageError(f"Missing option '--listen', or '--cluster' and '--host'. {help_text}")
     try:
         settings = config.read()
-        secret = None if texts["secret-file"] else settings.job_secret()
+        secret_file = texts.get("secret-file")
+        secret = None if secret_file else settings.job_secret()
         # A user who starts a daemon needs to know its address.
         _core.init_logging(settings.log if "PENSTOCK_LOG" in os.environ else "info")
-        said = {name: "" if text is True else text for name, text in texts.items() if text not in (None, False)}
-        daemon = _core.Daemon(role, said, secret=secret)
-        streams = None if endpoint is None else _answer(daemon, endpoint, settings, texts["secret-file"])
+        daemon = _core.Daemon(role, texts, secret=secret)
+        streams = None if endpoint is None else _answer(daemon, endpoint, settings, secret_file)
     except errors.Config as error:
         raise click.ClickException(str(error)) from None
     signals = 0
@@ -93,6 +94,15 @@ def serve(role: str, given: dict[str, Any], *, endpoint: str | None = None) -> N
     finally:
         if streams is not None:
             streams.close(_CLOSE_S)
+
+
+def _said(role: str, given: dict[str, Any]) -> dict[str, str]:
+    """The options that were given, "" for a flag. Defaults are left to the daemon: that of --memory is what the machine has, if
+    that is less than the help says."""
+    source = click.get_current_context().get_parameter_source
+    keys = {name: name.replace("-", "_") for name, *_ in _core.daemon_options(role)}
+    said = {name: given[key] for name, key in keys.items() if source(key) is not ParameterSource.DEFAULT}
+    return {name: "" if text is True else text for name, text in said.items()}
 
 
 def _answer(daemon: _core.Daemon, at: str, settings: Settings, secret_file: str | None) -> Server:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import click
 
@@ -53,6 +57,7 @@ def command(
     if sum((matrix is not None, shown is not None, bool(compare))) != 1:
         raise click.UsageError("name a matrix, a folder to --show, or two to --compare")
     from penstock.tools.bench.output import result_console, write_file
+    from penstock.tools.characterize import memory as memory_room
     from penstock.tools.characterize import results, tables
 
     try:
@@ -61,25 +66,55 @@ def command(
             table = tables.comparison(before, after)
             if not table.lines:
                 raise click.ClickException("the two folders have no cell in common")
-            result_console().print(table.for_terminal(with_meanings=False))
+            console = result_console()
+            console.print(table.fitted(console.width))
             return
         folder = shown or output or (matrix or Path()).with_suffix(".runs")
         if matrix is not None:
-            _run(matrix, folder, memory, timeout)
-        outcomes = results.read(folder)
+            with _ending_well(folder):
+                _run(matrix, folder, memory, timeout)
+        outcomes, limits = results.read(folder), memory_room.Tries(folder).limits()
     except PenstockError as error:
         raise click.ClickException(str(error)) from error
     if not outcomes:
         raise click.ClickException(f"{folder} has no run that has ended")
-    from penstock.tools.characterize.findings import findings
+    from penstock.reports.terminal import print_first_screen
+    from penstock.tools.characterize.findings import ABSENT, findings
+    from penstock.tools.characterize.report import page
 
     console = result_console()
-    console.print(tables.times(outcomes).for_terminal())
-    console.print(tables.judged(findings(outcomes)).for_terminal())
+    console.print(tables.times(outcomes).fitted(console.width))
+    found = findings(outcomes)
+    judged = [each for each in found if each.verdict != ABSENT]
+    if judged:
+        console.print(tables.judged(judged).fitted(console.width))
+    if len(judged) < len(found):
+        text = f"{len(found) - len(judged)} of {len(found)} findings of the paper need cells that this matrix does not have"
+        console.print(f"{text}: the report lists them (--html)\n", highlight=False)
+    told = page(outcomes, str(folder), limits)
+    print_first_screen(told, console)
     if html_path:
         from penstock.reports import render
 
-        write_file(str(html_path), render(tables.page(outcomes, str(folder))))
+        write_file(str(html_path), render(told))
+        console.print(f"Report: {html_path.resolve()}", highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _ending_well(folder: Path) -> Iterator[None]:
+    """A Ctrl-C or SIGTERM ends the processes of the run that is going on, and says what is left."""
+
+    def terminate(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(f"stopped: runs that have ended are in {folder}, and the same command goes on there", err=True)
+        sys.exit(128 + signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(path: Path, folder: Path, memory: int | None, timeout_s: float) -> None:
@@ -96,7 +131,7 @@ def _run(path: Path, folder: Path, memory: int | None, timeout_s: float) -> None
     kept = {(outcome.cell, outcome.repeat) for outcome in results.read(folder)}
     wanted = [(cell, repeat) for repeat in range(given.repeats) for cell in given.cells]
     if memory is not None:
-        wanted += [(cell, 0) for cell in _largest(given, memory, timeout_s)]
+        wanted += [(cell, 0) for cell in _largest(given, memory, folder, timeout_s)]
     missing = [each for each in wanted if each not in kept]
     if len(missing) < len(wanted):
         say(f"{len(wanted) - len(missing)} of {len(wanted)} runs are in {folder}")
@@ -106,21 +141,26 @@ def _run(path: Path, folder: Path, memory: int | None, timeout_s: float) -> None
         results.write(folder, outcome)
 
 
-def _largest(given: Matrix, memory: int, timeout_s: float) -> list[Cell]:
-    """Cells with the largest batch that fits, for each kind of cell."""
+def _largest(given: Matrix, mib: int, folder: Path, timeout_s: float) -> list[Cell]:
+    """Cells with the largest batch that fits, for each cell of the matrix."""
     from penstock.tools.bench.output import say
     from penstock.tools.characterize import running
+    from penstock.tools.characterize.memory import Kind, Tries, kind_of
 
-    found: list[Cell] = []
-    known: dict[Any, int] = {}
+    tries = Tries(folder)
+    known: dict[Kind, int] = {}
+
+    def fits(cell: Cell) -> bool:
+        say(f"does a batch of {cell.batch} fit? {cell.model} with {cell.ranks} ranks of {mib} MiB ...")
+        return running.fits(cell, mib << 20, seed=given.seed, timeout_s=timeout_s)
+
+    found: dict[Cell, None] = {}
     for cell in given.cells:
-        key = (cell.model, cell.parallel, cell.ranks, cell.micro_batch, cell.sequence)
-        if key not in known:
-            say(f"looking for the largest batch of {cell.model} with {cell.ranks} ranks of {memory} MiB ...")
-            known[key] = running.largest_batch(cell, memory << 20, seed=given.seed, timeout_s=timeout_s)
-            say(f"it is {known[key]}" if known[key] else "not even one sequence a rank fits")
-        if known[key]:
-            larger = replace(cell, batch=known[key])
-            if larger not in found and larger not in given.cells:
-                found.append(larger)
-    return found
+        kind = kind_of(cell)
+        if kind not in known:
+            known[kind] = tries.largest(cell, mib, fits)
+            most = f"the largest batch is {known[kind]}" if known[kind] else "not even one sequence a rank fits"
+            say(f"{cell.model}, {cell.parallel} parallel, {cell.ranks} ranks of {mib} MiB: {most}")
+        if known[kind]:
+            found.setdefault(replace(cell, batch=known[kind]))
+    return [cell for cell in found if cell not in given.cells]

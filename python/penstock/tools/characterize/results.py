@@ -16,14 +16,16 @@ from penstock.files import write_whole
 from penstock.profiling.breakdown import Breakdown
 from penstock.tools.characterize.matrix import Cell
 
-__all__ = ["Mean", "Outcome", "compared", "mean_of", "outcome_of", "read", "write"]
+__all__ = ["Mean", "Outcome", "Rates", "Ratio", "compared", "mean_of", "outcome_of", "ratio", "read", "write"]
 
 FORMAT = "penstock-characterization/1"
+MEASURING = "profiler"
+"""A phase (`breakdown.PHASES`): in runs of few steps, of which some are sampled, a fourth of the step."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run of a cell. Times are means over its ranks, in ms of a mean step."""
+    """One run of a cell. Times are means over its ranks, in ms of a mean step without what measuring it took."""
 
     cell: Cell
     repeat: int
@@ -41,6 +43,12 @@ class Outcome:
     """What a host's link received on average; 0: not counted."""
     receive_peak_mbit: float
     problems: tuple[str, ...] = ()
+    sent_mbit: float = 0.0
+    """What it sent on average; 0: not counted."""
+    processors: int = 0
+    """That all ranks together had; 0: not known."""
+    machine: str = ""
+    """The processor's name."""
 
     @property
     def communication_ms(self) -> float:
@@ -55,7 +63,15 @@ class Mean(NamedTuple):
     runs: int
 
 
-def outcome_of(cell: Cell, repeat: int, breakdown: Breakdown, receive_mbit: float, receive_peak_mbit: float) -> Outcome:
+class Rates(NamedTuple):
+    """Of a host's link, Mbit/s."""
+
+    received: float = 0.0
+    received_peak: float = 0.0
+    sent: float = 0.0
+
+
+def outcome_of(cell: Cell, repeat: int, breakdown: Breakdown, rates: Rates) -> Outcome:
     """A run in numbers.
 
     Raises:
@@ -68,7 +84,7 @@ def outcome_of(cell: Cell, repeat: int, breakdown: Breakdown, receive_mbit: floa
     def mean(of: Iterable[float]) -> float:
         return sum(of) / len(shares) / 1e6
 
-    phases = sorted({phase for share in shares for phase in share.work})
+    phases = sorted({phase for share in shares for phase in share.work} - {MEASURING})
     purposes = sorted({purpose for share in shares for purpose in share.communication})
 
     def by_purpose(of: Callable[[Any], float]) -> dict[str, float]:
@@ -80,15 +96,16 @@ def outcome_of(cell: Cell, repeat: int, breakdown: Breakdown, receive_mbit: floa
     return Outcome(
         cell,
         repeat,
-        mean(share.step_ns for share in shares),
+        mean(share.step_ns - share.work.get(MEASURING, 0.0) for share in shares),
         {phase: mean(share.work.get(phase, 0.0) for share in shares) for phase in phases},
         by_purpose(lambda moving: moving.exposed_ns),
         by_purpose(lambda moving: moving.exposed_wait_ns),
         by_purpose(lambda moving: moving.hidden_wire_ns + moving.hidden_wait_ns),
         sum(moving.bytes for share in shares for moving in share.communication.values()) / len(shares),
-        receive_mbit,
-        receive_peak_mbit,
+        rates.received,
+        rates.received_peak,
         breakdown.problems,
+        rates.sent,
     )
 
 
@@ -130,6 +147,36 @@ def mean_of(values: Sequence[float]) -> Mean:
         return Mean(values[0] if values else math.nan, math.inf, count)
     half = _t(count - 1) * statistics.stdev(values) / math.sqrt(count)
     return Mean(statistics.fmean(values), half, count)
+
+
+class Ratio(NamedTuple):
+    """How many times as much, mean over pairs of cells; and half of its confidence interval of 95 %, unless each has one run."""
+
+    value: float
+    half: float | None
+    pairs: int
+    """Over which it is: those whose first value is not 0."""
+
+
+def ratio(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Ratio:
+    """Of the second to the first of each pair, which are the runs of two cells. Pure.
+
+    Cells have few runs, so their noise, as a share of each one's mean, is taken from all of them together (a pooled variance).
+    """
+    known = [(before, after) for before, after in pairs if statistics.fmean(before) > 0]
+    if not known:
+        return Ratio(0.0, None, 0)
+    ratios = [statistics.fmean(after) / statistics.fmean(before) for before, after in known]
+    runs = [each for pair in known for each in pair if statistics.fmean(each) > 0]
+    freedom = sum(len(each) - 1 for each in runs)
+    value = statistics.fmean(ratios)
+    if not freedom:
+        return Ratio(value, None, len(known))
+    noise = sum((one / statistics.fmean(each) - 1) ** 2 for each in runs for one in each) / freedom
+    spread = sum(
+        each**2 * (1 / len(before) + 1 / len(after)) for each, (before, after) in zip(ratios, known, strict=True)
+    )
+    return Ratio(value, _t(freedom) * math.sqrt(noise * spread) / len(known), len(known))
 
 
 class Difference(NamedTuple):

@@ -1,4 +1,4 @@
-"""Runs a cell: the model under `penstock profile`, on emulated hosts where the cell has a link; and finds the largest batch."""
+"""Runs a cell: the model under `penstock profile`, on emulated hosts where it has a link; and tries whether a batch fits."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from penstock.errors import Config, PenstockError
 from penstock.profiling.record import Record
-from penstock.profiling.utilisation import hosts
+from penstock.profiling.utilisation import Counter, hosts
+from penstock.tools.bench import machine
 from penstock.tools.characterize.matrix import Cell
-from penstock.tools.characterize.results import Outcome, outcome_of
+from penstock.tools.characterize.results import Outcome, Rates, outcome_of
 
-__all__ = ["command_of", "environment_of", "largest", "largest_batch", "received", "run"]
+__all__ = ["carried", "command_of", "environment_of", "fits", "run"]
 
 
 def command_of(cell: Cell, steps: int, seed: int, *, memory: int = 0) -> list[str]:
@@ -76,47 +77,27 @@ def run(cell: Cell, repeat: int, *, steps: int, seed: int, folder: Path, timeout
         breakdown = from_json(table)
         found = load(records)
         assert isinstance(found, list), "a folder of ours has records"
-        mean, peak = received(found)
+        rates = carried(found)
     except PenstockError as error:
         raise Config(f"{cell.key}: {error}") from error
     finally:
         table.unlink(missing_ok=True)
-    return outcome_of(cell, repeat, breakdown, mean, peak)
+    cpu = machine.describe()["hardware"]["cpu"]
+    return replace(outcome_of(cell, repeat, breakdown, rates), processors=cpu["usable"], machine=cpu["model"])
 
 
-def largest(fits: Callable[[int], bool], unit: int, most: int) -> int:
-    """The largest multiple of ``unit`` that fits, up to ``most``; 0 if not even one does. O(log) sizes are tried: they double
-    until one does not fit, and then the interval is halved."""
-    low, high = 0, unit
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most // unit * unit + unit)
-    while high - low > unit:
-        middle = (low + high) // 2 // unit * unit
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def largest_batch(cell: Cell, memory: int, *, seed: int, timeout_s: float, most: int = 1 << 16) -> int:
-    """The largest batch of a cell whose ranks have so many bytes each. Two steps are run for each size that is tried.
+def fits(cell: Cell, memory: int, *, seed: int, timeout_s: float) -> bool:
+    """Whether two steps of the cell run with so many bytes of memory a rank. The network does not matter and is left out.
 
     Raises:
-        Config: a run failed for another reason.
+        Config: the run failed for another reason.
     """
-    unit = (cell.micro_batch or 1) * (1 if cell.parallel == "pipeline" else cell.ranks)
-
-    def fits(batch: int) -> bool:
-        tried = replace(cell, batch=batch, link_mbit=0.0, flow_mbit=0.0, transport="gloo")
-        command = command_of(tried, 2, seed, memory=memory)
-        code, said = _finished(command, environment_of(tried, os.environ), timeout_s)
-        if code != 0 and '"out_of_memory": true' not in said:
-            raise Config(f"{tried.key} with {memory >> 20} MiB ended with status {code}; it said:\n{said[-3000:]}")
-        return code == 0
-
-    return largest(fits, unit, most)
+    tried = replace(cell, link_mbit=0.0, flow_mbit=0.0, transport="gloo")
+    command = command_of(tried, 2, seed, memory=memory)
+    code, said = _finished(command, environment_of(tried, os.environ), timeout_s)
+    if code != 0 and '"out_of_memory": true' not in said:
+        raise Config(f"{tried.key} with {memory >> 20} MiB ended with status {code}; it said:\n{said[-3000:]}")
+    return code == 0
 
 
 def _finished(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
@@ -144,26 +125,30 @@ def _finished(command: Sequence[str], environment: Mapping[str, str], timeout_s:
     return process.returncode, said
 
 
-def received(records: Sequence[Record]) -> tuple[float, float]:
-    """Mbit/s that a host's busiest interface received, mean over the steps of its ranks and the highest rate, mean over hosts."""
+def carried(records: Sequence[Record]) -> Rates:
+    """What a host's busiest interface received and sent: means over the steps of its ranks, and the highest rate received; all
+    three are means over the hosts."""
     found = []
     for host in hosts(records):
         steps = [each.steps for each in records if each.header.host == host.name and len(each.steps) > 2]
         if not steps:
             continue
         start, end = min(own[2].start_ns for own in steps), max(own[-1].end_ns for own in steps)
-        best = (0.0, 0.0)
+        best = Rates()
         for interface in host.interfaces():
-            counted = host.counters.get(f"nic.{interface}.rx_bytes")
-            times = [time_ns for time_ns in counted.times_ns if start <= time_ns <= end] if counted is not None else []
-            if counted is None or len(times) < 3:
-                continue
-            mean, *rates = (
-                8e3 * counted.grown(first, last) / (last - first)
-                for first, last in [(times[0], times[-1]), *itertools.pairwise(times)]
+            received, sent = (
+                _mbit(host.counters.get(f"nic.{interface}.{way}_bytes"), start, end) for way in ("rx", "tx")
             )
-            best = max(best, (mean, max(rates)))
+            if received:
+                best = max(best, Rates(received[0], max(received[1:]), sent[0] if sent else 0.0))
         found.append(best)
-    if not found:
-        return 0.0, 0.0
-    return sum(mean for mean, _ in found) / len(found), sum(peak for _, peak in found) / len(found)
+    return Rates(*(sum(each[at] for each in found) / len(found) for at in range(3))) if found else Rates()
+
+
+def _mbit(counted: Counter | None, start: int, end: int) -> list[float]:
+    """The mean between two times, and the rate from each reading to the next; nothing with less than three readings."""
+    times = [time_ns for time_ns in counted.times_ns if start <= time_ns <= end] if counted is not None else []
+    if counted is None or len(times) < 3:
+        return []
+    between = [(times[0], times[-1]), *itertools.pairwise(times)]
+    return [8e3 * counted.grown(first, last) / (last - first) for first, last in between]

@@ -49,8 +49,9 @@ def command(script: Path, output: Path | None, force: bool, quiet: bool, batch: 
     Shows the difference, and lists what was left alone with file and line. Without -o nothing is written.
 
     \b
-    Exit codes: 0 converted, 1 the file cannot be read or written, 2 wrong usage,
-    3 nothing in it trains, 4 it is distributed already, 5 its model cannot be wrapped.
+    Exit codes: 0 converted, 1 a file cannot be read or written, or is no Python,
+    2 wrong usage, 3 nothing in it trains, 4 it is distributed already,
+    5 a parameter cannot be covered.
 
     Example: penstock convert train.py -o train_dist.py
     """
@@ -138,6 +139,6 @@ def fail(message: str, code: int, verb: str = "convert") -> NoReturn:
     sys.exit(code)
 
 
-# Exit codes; docs/reference/convert.md has the table. 2 is click's own for wrong usage.
+# Exit codes, as docs/reference/convert.md lists them. 2 is click's own for wrong usage.
 CANNOT = 1
 EXIT_CODES = {"syntax": CANNOT, "nothing": 3, "distributed": 4, "model": 5}

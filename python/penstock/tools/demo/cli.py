@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock.extras import need
 from penstock.files import check_writable, write_whole
 from penstock.reports import render
+from penstock.reports.terminal import print_first_screen
 from penstock.runtime import config
 from penstock.runtime.wire import sent_bytes
 from penstock.tools.bench import machine
@@ -86,8 +87,11 @@ def command(steps: int | None, backends: str, report: Path, seed: int, no_testbe
         console.print("\nStopped. No process and no emulated host is left.")
         sys.exit(128 + signal.SIGINT)
     print_comparison(console, comparison)
+    told = page(comparison)
+    console.print()
+    print_first_screen(told, console)
     try:
-        write_whole(report, render(page(comparison)))
+        write_whole(report, render(told))
     except OSError as error:
         console.print(
             f"The report could not be written to {report}: {error.strerror}.", style="bold red", soft_wrap=True

@@ -340,5 +340,5 @@ CROSSED_SHARE = 0.98
 """The counters are read when rank 0 ends a step, and the last of what it sent may then still be in a queue."""
 
 SHORTFALL = 1.25
-"""Predictions are off by 6 to 14 % where nothing is wrong (docs/benchmarks); a job whose streams were stuck at two thirds of the
+"""Predictions are off by up to 14 % where nothing is wrong; a job whose streams were stuck at two thirds of the
 link took 1.45 times what raw sockets did."""

@@ -6,6 +6,7 @@ from penstock import reports
 from penstock.reports import Axis, Bar, Bars, Card, Curve, Key, Level, Lines, Next, Page, Panel, Part, Picture, Section
 from penstock.reports.numbers import duration, milliseconds, plural, share, times
 from penstock.tools.bench import machine
+from penstock.tools.demo import division
 from penstock.tools.demo.comparison import (
     Comparison,
     Result,
@@ -132,21 +133,22 @@ def cards(comparison: Comparison) -> list[Card]:
 def step_picture(comparison: Comparison) -> Picture:
     results = comparison.results
     bars = []
-    for i, result in enumerate(results):
-        told = f"{milliseconds(result.step_s)}, {share(result.communication_share)} communication"
-        bars.append(Bar(result.label, step_parts(result.compute, result.communication_s, i), told))
+    for result in results:
+        parts, still = _parts(result)
+        bars.append(Bar(result.label, parts, f"{milliseconds(result.step_s)}, {share(still)} still"))
         if foreseen := result.prediction:
-            parts = step_parts(foreseen.compute, foreseen.exposed_s, i)
-            bars.append(Bar("predicted", parts, milliseconds(foreseen.step_s), is_hollow=True))
-    key = [Key(name, f"grey-{i + 1}") for i, name in enumerate(("forward", "backward", "optimizer"))]
+            seconds = (*_phases(foreseen.compute), foreseen.exposed_s)
+            expected = [Part(1e3 * each, colour) for each, (_, colour) in zip(seconds, COLOURS, strict=False)]
+            bars.append(Bar("predicted", expected, milliseconds(foreseen.step_s), is_hollow=True))
+    key = [Key(name, colour) for name, colour in COLOURS]
     base, best = results[0], comparison.featured
-    see = f"With {base.label} a step is {share(base.communication_share)} communication"
-    see += f", with {best.label} {share(best.communication_share)}." if best is not base else "."
+    see = " ".join(division.told(result) for result in ([base] if best is base else [base, best]))
     how = (
-        "Grey is computation, timed in the same run with nothing sent, on both hosts at once. Colour is the communication that "
-        "computation does not hide."
+        "Grey is computation, timed in the same run with nothing sent, on both hosts at once; it is the mean of the ranks. Wire: "
+        "bytes move and ranks stand still. Wait: a rank that has computed for less time stands still until the other is there."
     )
     if any(result.prediction for result in results):
+        key.append(Key("predicted", WIRE, is_hollow=True))
         how += (
             " Outlines are predictions from the computation, the bytes and the rate of raw sockets on this link; nothing is "
             "fitted."
@@ -154,10 +156,18 @@ def step_picture(comparison: Comparison) -> Picture:
     return Picture("step", Bars(Axis("time of a step", "ms"), bars, key), see, how)
 
 
-def step_parts(phases: Phases, communication_s: float, index: int) -> list[Part]:
-    seconds = (phases.forward_s, phases.backward_s, phases.optimizer_s)
-    compute = [Part(1e3 * each, f"grey-{i + 1}") for i, each in enumerate(seconds)]
-    return [*compute, Part(1e3 * communication_s, reports.series(index).colour)]
+def _parts(result: Result) -> tuple[list[Part], float]:
+    """Of the mean rank's step, and for which share of it ranks stand still."""
+    shares = division.divided(result).shares
+    moved = [each.communication[division.SYNC] for each in shares]
+    times = [sum(each.work[phase] for each in shares) for phase in ("forward", "backward", "optimizer")]
+    times += [sum(each.exposed_wire_ns for each in moved), sum(each.exposed_wait_ns for each in moved)]
+    parts = [Part(time / 1e6 / len(shares), colour) for time, (_, colour) in zip(times, COLOURS, strict=True)]
+    return parts, sum(times[3:]) / (sum(times) or 1.0)
+
+
+def _phases(phases: Phases) -> tuple[float, float, float]:
+    return phases.forward_s, phases.backward_s, phases.optimizer_s
 
 
 def loss_picture(comparison: Comparison) -> Picture:
@@ -288,6 +298,10 @@ def caveats(comparison: Comparison) -> list[str]:
     ]
     return found
 
+
+WIRE = "series-1"
+COLOURS = (("forward", "grey-1"), ("backward", "grey-2"), ("optimizer", "grey-3"), ("wire", WIRE), ("wait", "series-2"))
+"""As in the reports of `penstock profile`."""
 
 SMOOTHING_STEPS = 10
 LEAST_SAMPLE_S, SAMPLES = 0.5, 60

@@ -124,11 +124,20 @@ class Training:
             for steps in zip(*(self.settled(rank) for rank in range(self.ranks)), strict=True)
             if all(step.compute for step in steps)
         ]
-        return Phases(
-            statistics.median(phases.forward_s for phases in slower),
-            statistics.median(phases.backward_s for phases in slower),
-            statistics.median(phases.optimizer_s for phases in slower),
-        )
+        return _median(slower)
+
+    def compute_of(self, rank: int) -> Phases:
+        """The same of one rank."""
+        return _median([step.compute for step in self.settled(rank) if step.compute])
+
+
+def _median(phases: Sequence[Phases]) -> Phases:
+    """Phase by phase."""
+    return Phases(
+        statistics.median(each.forward_s for each in phases),
+        statistics.median(each.backward_s for each in phases),
+        statistics.median(each.optimizer_s for each in phases),
+    )
 
 
 class TrainingFailed(Exception):

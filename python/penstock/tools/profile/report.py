@@ -329,9 +329,9 @@ HOW_DIVIDED = (
 )
 HOW_PREDICTED = (
     "Computed from sampled steps: what the training threads did stays, and operations take as long as the changed network makes "
-    "them. The error is how far the model is from the steps that it was made of; computing that becomes slower or faster is not "
-    "in it. `penstock profile --apply` makes the first change that needs no change of the script, and says how far off its "
-    "prediction was."
+    "them. The error is how far the model is from the mean step, how far that is chance, and how far samples differ; computing "
+    "that becomes slower or faster is not in it. `penstock profile --apply` makes the first change that needs no change of the "
+    "script, and says how far off its prediction was."
 )
 FIRST_BARS, MORE_BARS, MOST_ROWS, MOST_INTERFACES, MOST_HOSTS, MOST_DROPS = 7, 16, 6, 5, 16, 12
 """`FIRST_BARS` fit on the first screen of a phone, between the answer and the next step."""

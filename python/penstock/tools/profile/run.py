@@ -183,7 +183,7 @@ def _of_rank(record: Record) -> list[str]:
     dropped = sum(sample.dropped for sample in record.samples)
     if dropped:
         said.append(
-            f"rank {rank}: {dropped} operators of its samples are left out: a step had more than a sample keeps"
+            f"rank {rank}: {dropped} operations of its samples are left out: a step had more than a sample keeps"
         )
     said += [f"rank {rank}: {event.text}" for event in record.events if event.kind in ("profiler", "clock", "left out")]
     return said

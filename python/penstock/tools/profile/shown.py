@@ -11,6 +11,7 @@ from rich.console import Console
 
 from penstock.profiling.advice import Advice
 from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Breakdown, Moving, Share
+from penstock.profiling.causes import Cause
 from penstock.reports import Column, Line, Table
 from penstock.reports.numbers import duration, plural, share, size
 
@@ -21,6 +22,7 @@ __all__ = [
     "collectives",
     "communication",
     "division",
+    "numbers",
     "predictions",
     "purposes",
     "still_ns",
@@ -64,6 +66,8 @@ def table(breakdown: Breakdown, advice: Advice | None = None) -> str:
     if advice is not None:
         for number, cause in enumerate(advice.causes[:FIRST_CAUSES], 1):
             console.print(f"{number}. {cause.text}.")
+            if told := numbers(cause):
+                console.print(f"   Numbers: {told}.")
             if cause.change:
                 console.print(f"   Change: {cause.change}.")
         if advice.predictions:
@@ -85,6 +89,7 @@ def causes(breakdown: Breakdown, advice: Advice) -> Table:
             [
                 cause.kind,
                 cause.text,
+                numbers(cause),
                 share(cause.cost_ns / step_ns) if step_ns else duration(cause.cost_ns / 1e9),
                 "" if cause.gain_ns is None else duration(cause.gain_ns / 1e9),
                 cause.change,
@@ -95,11 +100,26 @@ def causes(breakdown: Breakdown, advice: Advice) -> Table:
     columns = [
         Column("cause", is_text=True),
         Column("what was found", is_text=True),
+        Column("numbers", is_text=True, meaning="what the rule compared"),
         Column("explains", meaning="of the mean step"),
         Column("gain", meaning="by how much a step should become shorter; empty where what was measured does not tell"),
         Column("what to change", is_text=True),
     ]
     return Table("Why a step takes so long", columns, lines)
+
+
+def numbers(cause: Cause) -> str:
+    """What its rule compared, in one line: ``on wire 180 Mbit/s, of limit 90%``."""
+    return ", ".join(_number(name, value) for name, value in cause.numbers.items())
+
+
+def _number(name: str, value: float) -> str:
+    """By the unit in its name, which the value then has instead."""
+    for unit_of, text in UNITS:
+        if f"_{unit_of}_" in f"_{name}_":
+            words = f"_{name}_".replace(f"_{unit_of}_", "_", 1).strip("_")
+            return f"{words} {text(value)}".replace("_", " ").strip()
+    return f"{name.replace('_', ' ')} {value:.4g}"
 
 
 def predictions(advice: Advice) -> Table:
@@ -381,6 +401,13 @@ def _bytes(count: float) -> str:
 
 
 NOTHING = Moving()
+UNITS: tuple[tuple[str, Callable[[float], str]], ...] = (
+    ("bytes_per_s", lambda value: f"{8 * value / 1e6:.4g} Mbit/s"),
+    ("ms", lambda value: f"{value:.3g} ms"),
+    ("bytes", size),
+    ("share", lambda value: f"{100 * value:.3g}%" if abs(value) >= 1e-4 else "0%"),
+)
+"""In the names of a cause's numbers. The first that fits."""
 WIDTH, FEW, MOST_WAITED, FIRST_CAUSES = 80, 4, 5, 3
 LEAST = 0.005
 """A share of a step that rounds to nothing."""

@@ -217,7 +217,7 @@ def _with_value(axis: Axis, value: Any) -> Axis:
     return Axis(axis.name, values, axis.ordered)
 
 
-# 64 is the most that PENSTOCK_STREAMS takes. Powers of two: measured rates change little in between (docs/benchmarks/).
+# 64 is the most that PENSTOCK_STREAMS takes. Powers of two: measured rates change little in between.
 STREAMS = (1, 2, 4, 8, 16, 32, 64)
 
 # From one frame at its largest (256 KiB, ARCHITECTURE.md) to beyond DDP's bucket of 25 MiB and up to Horovod's old fusion

@@ -28,6 +28,10 @@ OUT_OF_MEMORY = 3
 """Exit status of a rank that had not enough memory under ``--memory``."""
 
 
+NO_MEMORY = ("allocate memory", "bad_alloc", "Resource temporarily unavailable", "can't start new thread")
+"""Of errors: of torch's allocator, of C++, and of threads whose stacks find no room."""
+
+
 class _Trained(NamedTuple):
     model: torch.nn.Module
     step: Callable[[list[Tensor], list[Tensor]], float]
@@ -42,7 +46,7 @@ def main() -> None:
     try:
         _train(args)
     except (MemoryError, RuntimeError) as error:
-        if args.memory and (isinstance(error, MemoryError) or "allocate memory" in str(error)):
+        if args.memory and (isinstance(error, MemoryError) or any(sign in str(error) for sign in NO_MEMORY)):
             print(json.dumps({"out_of_memory": True, "limit": args.memory}), flush=True)
             os._exit(OUT_OF_MEMORY)  # other ranks wait in collectives, and torchrun ends them
         raise

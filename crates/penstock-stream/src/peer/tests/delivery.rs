@@ -79,7 +79,7 @@ fn add_collectives(world: &mut World, nodes: usize, eager_bytes: u64) {
         let priority = Priority(world.rng.random_range(-2..3));
         let op = world.add(Op {
             group: GroupId(1),
-            channel: Channel::Collective(ChannelId::MAIN),
+            space: NumberSpace::Collective(ChannelId::MAIN),
             seq: OpSeq(seq),
             priority,
             messages,
@@ -98,12 +98,12 @@ fn add_point_to_point(world: &mut World, nodes: usize, eager_bytes: u64) {
     let from = world.rng.random_range(0..nodes);
     let to = (from + world.rng.random_range(1..nodes)) % nodes;
     for (tag, from, to) in [(1, from, to), (1, to, from), (2, from, to)] {
-        let channel = Channel::PointToPoint { direction: Direction::between(from as u32, to as u32), tag };
+        let space = NumberSpace::PointToPoint { direction: Direction::between(from as u32, to as u32), tag };
         for seq in 0..world.rng.random_range(0..8) {
             let (len, copied) = length(&mut world.rng, eager_bytes);
             let messages = vec![Message { from, to, number: 0, len, copied }];
             let priority = Priority(world.rng.random_range(-2..3));
-            let op = world.add(Op { group: GroupId(2), channel, seq: OpSeq(seq), priority, messages });
+            let op = world.add(Op { group: GroupId(2), space, seq: OpSeq(seq), priority, messages });
             for node in [from, to] {
                 let at = Time(world.rng.random_range(0..pace));
                 world.schedule(at, Action::Post { node, op });

@@ -214,7 +214,7 @@ fn operations_survive_a_stall() {
         let (group, seq) = (GroupId(1), OpSeq(0));
         let op = world.add(Op {
             group,
-            channel: Channel::Collective(ChannelId::MAIN),
+            space: NumberSpace::Collective(ChannelId::MAIN),
             seq,
             priority: Priority(0),
             messages: messages.to_vec(),
@@ -276,8 +276,8 @@ fn leaving_overtakes_nothing() {
         for seq in 0..count {
             let len = world.rng.random_range(0..20_000);
             let messages = vec![Message { from: 0, to: 1, number: 0, len, copied: true }];
-            let channel = Channel::Collective(ChannelId(world.rng.random_range(0..3)));
-            let op = world.add(Op { group, channel, seq: OpSeq(seq), priority, messages });
+            let space = NumberSpace::Collective(ChannelId(world.rng.random_range(0..3)));
+            let op = world.add(Op { group, space, seq: OpSeq(seq), priority, messages });
             (0..2).for_each(|node| world.schedule(Time(0), Action::Post { node, op }));
         }
         for _ in 0..world.rng.random_range(0..4) {

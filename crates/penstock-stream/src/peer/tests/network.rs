@@ -4,7 +4,7 @@
 //! share fairly, and then a link that has the stream's delay. What waits at the first two is what a socket's send buffer holds.
 //! Nothing here knows the machine under test.
 
-use penstock_sim::network::{Event, FlowId, Link, LinkId, Network, Queue, Topology};
+use penstock_sim::network::{Event, FlowId, Link, LinkId, Network, Queue, SEGMENT_BYTES, Segment, Topology};
 use penstock_types::Time;
 
 /// What a test says about one stream; both directions are alike.
@@ -33,17 +33,13 @@ pub(super) enum News<P> {
 
 /// The streams of all pairs.
 pub(super) struct Streams<P> {
-    /// Of a piece's segments the last one carries it. Packets are moved more often than they arrive, hence the box.
-    network: Network<Option<Box<P>>>,
+    network: Network<Segment<P>>,
     specs: Vec<StreamSpec>,
     /// By flow.
     ways: Vec<Way>,
     /// By flow: the link that has the stream's rate.
     own: Vec<LinkId>,
 }
-
-/// Bytes travel in segments, as those of TCP do, so that a frame on two links need not wait for its own end.
-const SEGMENT_BYTES: u64 = 16 * 1024;
 
 impl<P: Clone> Streams<P> {
     /// `capacity_mbit_per_s` is what all streams of a pair together carry in each direction.
@@ -81,12 +77,7 @@ impl<P: Clone> Streams<P> {
 
     pub(super) fn push(&mut self, way: Way, bytes: u64, piece: P, now: Time) {
         let flow = self.flow(way);
-        let mut left = bytes;
-        while left > SEGMENT_BYTES {
-            self.network.send(now, flow, SEGMENT_BYTES, None);
-            left -= SEGMENT_BYTES;
-        }
-        self.network.send(now, flow, left, Some(Box::new(piece)));
+        self.network.send_in_segments(now, flow, bytes, SEGMENT_BYTES, piece);
     }
 
     /// What has not arrived is lost.

@@ -22,12 +22,12 @@ fn run_ahead(seed: u64, config: &PeerConfig, count: u64, bytes: u64, first: usiz
     world.bytes = false;
     let mut ids = Vec::new();
     for number in 0..count {
-        let (channel, seq) = match number % 4 {
-            0 => (Channel::Collective(ChannelId::MAIN), number / 4),
-            tag => (Channel::PointToPoint { direction: Direction::Up, tag: tag as u32 }, number / 4),
+        let (space, seq) = match number % 4 {
+            0 => (NumberSpace::Collective(ChannelId::MAIN), number / 4),
+            tag => (NumberSpace::PointToPoint { direction: Direction::Up, tag: tag as u32 }, number / 4),
         };
         let messages = vec![Message { from: 0, to: 1, number: 0, len: bytes, copied: false }];
-        ids.push(world.add(Op { group: GroupId(1), channel, seq: OpSeq(seq), priority: Priority(0), messages }));
+        ids.push(world.add(Op { group: GroupId(1), space, seq: OpSeq(seq), priority: Priority(0), messages }));
     }
     ids.iter().for_each(|&op| world.schedule(Time(0), Action::Post { node: first, op }));
     ids.shuffle(&mut world.rng);

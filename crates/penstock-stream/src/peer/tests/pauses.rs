@@ -8,7 +8,7 @@ const NOW: Time = Time(1_000_000_000);
 const URGENT: Priority = Priority(-5);
 
 fn key(op: u64) -> MessageKey {
-    MessageKey { group: GroupId(7), channel: Channel::Collective(ChannelId::MAIN), op: OpSeq(op), message: 0 }
+    MessageKey { group: GroupId(7), space: NumberSpace::Collective(ChannelId::MAIN), op: OpSeq(op), message: 0 }
 }
 
 /// Two machines with one stream, and nothing to say.

@@ -33,7 +33,7 @@ fn post(world: &mut World, len: u64, both_ways: bool, priority: i32) -> usize {
     let seq = OpSeq(world.ops.len() as u64);
     let op = world.add(Op {
         group: GroupId(1),
-        channel: Channel::Collective(ChannelId::MAIN),
+        space: NumberSpace::Collective(ChannelId::MAIN),
         seq,
         priority: Priority(priority),
         messages,

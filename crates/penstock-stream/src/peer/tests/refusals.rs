@@ -10,7 +10,7 @@ use proptest::prelude::*;
 const NOW: Time = Time(1_000_000);
 
 fn key(message: u32) -> MessageKey {
-    MessageKey { group: GroupId(7), channel: Channel::Collective(ChannelId::MAIN), op: OpSeq(3), message }
+    MessageKey { group: GroupId(7), space: NumberSpace::Collective(ChannelId::MAIN), op: OpSeq(3), message }
 }
 
 fn peer(config: PeerConfig) -> Peer {
@@ -268,7 +268,7 @@ fn what_is_remembered_is_bounded() {
         whole(&mut peer, &grant(op), OpStatus::Early).expect("room");
     }
     assert!(!peer.has_dropped_grants);
-    peer.retire(GroupId(7), Channel::Collective(ChannelId::MAIN), OpSeq(17));
+    peer.retire(GroupId(7), NumberSpace::Collective(ChannelId::MAIN), OpSeq(17));
     whole(&mut peer, &grant(most as u64), OpStatus::Early).expect("room again");
     assert!(!peer.has_dropped_grants);
     let events = std::iter::from_fn(|| peer.poll_event()).count();
@@ -285,7 +285,7 @@ fn what_is_remembered_is_bounded() {
     for number in 0..MAX_REMEMBERED as u64 {
         whole(&mut peer, &reference(number), OpStatus::Early).expect("room");
     }
-    peer.retire(GroupId(8), Channel::Collective(ChannelId::MAIN), OpSeq(17));
+    peer.retire(GroupId(8), NumberSpace::Collective(ChannelId::MAIN), OpSeq(17));
     peer.done(reference(18).key);
     (0..2).for_each(|_| peer.done(reference(19).key));
     for number in 0..3 {
@@ -347,13 +347,13 @@ fn number() -> impl Strategy<Value = u64> {
 }
 
 fn any_key() -> impl Strategy<Value = MessageKey> {
-    let channel = prop_oneof![
-        (0u32..3).prop_map(|number| Channel::Collective(ChannelId(number))),
-        Just(Channel::PointToPoint { direction: Direction::Up, tag: 0 }),
-        Just(Channel::PointToPoint { direction: Direction::Down, tag: 0 }),
+    let space = prop_oneof![
+        (0u32..3).prop_map(|number| NumberSpace::Collective(ChannelId(number))),
+        Just(NumberSpace::PointToPoint { direction: Direction::Up, tag: 0 }),
+        Just(NumberSpace::PointToPoint { direction: Direction::Down, tag: 0 }),
     ];
-    (0u64..2, channel, 0u64..3, prop_oneof![0u32..4, Just(u32::MAX), any::<u32>()])
-        .prop_map(|(group, channel, op, message)| MessageKey { group: GroupId(group), channel, op: OpSeq(op), message })
+    (0u64..2, space, 0u64..3, prop_oneof![0u32..4, Just(u32::MAX), any::<u32>()])
+        .prop_map(|(group, space, op, message)| MessageKey { group: GroupId(group), space, op: OpSeq(op), message })
 }
 
 fn scope() -> impl Strategy<Value = Scope> {
@@ -464,11 +464,11 @@ proptest! {
                 Call::Grant(key, count) => peer.grant(key, count, Fingerprint::default()),
                 Call::Done(key) => peer.done(key),
                 Call::Probe(key) => peer.probe(key, Fingerprint::default()),
-                Call::Retire(key) => peer.retire(key.group, key.channel, key.op),
+                Call::Retire(key) => peer.retire(key.group, key.space, key.op),
                 Call::Forget(scope, count) => {
                     let finished = Counts((0..2).map(|number| (ChannelId(number), count)).collect());
                     peer.forget(scope, &finished);
-                    prop_assert!(peer.ops.keys().all(|key| !scope.covers(key.group, key.channel.id())));
+                    prop_assert!(peer.ops.keys().all(|key| !scope.covers(key.group, key.space.channel())));
                 }
                 Call::Left(scope) => peer.left(scope, Farewell::default()),
                 Call::Up(stream) => peer.stream_up(stream, now),

@@ -8,7 +8,7 @@ use penstock_types::Priority;
 const NOW: Time = Time(1_000_000);
 
 fn key(message: u32) -> MessageKey {
-    MessageKey { group: GroupId(7), channel: Channel::Collective(ChannelId::MAIN), op: OpSeq(3), message }
+    MessageKey { group: GroupId(7), space: NumberSpace::Collective(ChannelId::MAIN), op: OpSeq(3), message }
 }
 
 /// A stream comes up, and is not asked how long its way is.
@@ -218,7 +218,7 @@ fn nothing_is_used_after_its_operation() {
     granted(&mut a, &mut b, 60_000);
     let frame = a.poll_frame(0, NOW).expect("granted");
     assert_eq!(b.handle_header(0, &frame.header, OpStatus::Active, NOW), Ok(Arrival::Take));
-    b.retire(key(0).group, Channel::Collective(ChannelId::MAIN), key(0).op);
+    b.retire(key(0).group, NumberSpace::Collective(ChannelId::MAIN), key(0).op);
     assert!(!finish(&mut b, 0, &frame, OpStatus::Retired).apply);
     let (arrival, finish) = take(&mut b, 0, &frame, OpStatus::Retired);
     assert_eq!((arrival, finish.apply), (Arrival::Discard, false));
@@ -401,7 +401,7 @@ fn a_failed_group_leaves_nothing_behind() {
     drain(&mut b, &mut a, 0);
     assert_eq!(events(&mut a), [Event::Sent(other)]);
     for peer in [&mut a, &mut b] {
-        peer.retire(GroupId(8), Channel::Collective(ChannelId::MAIN), OpSeq(3));
+        peer.retire(GroupId(8), NumberSpace::Collective(ChannelId::MAIN), OpSeq(3));
         assert!(peer.is_quiet());
         assert!(peer.ops.is_empty() && peer.outbox.by_key.is_empty() && peer.outbox.ready.is_empty());
         assert!(peer.remembered == Remembered::default() && peer.controls.taken.count() <= 1);
@@ -596,7 +596,7 @@ fn leaving_is_told_after_what_leaves_unasked() {
     for (credit, memory) in [(1 << 20, false), (0, false), (1 << 20, true)] {
         let config = PeerConfig { eager_credit_bytes: credit, references: memory, ..PeerConfig::default() };
         let [mut a, mut b] = pair(&config, 2);
-        let send = MessageKey { channel: Channel::PointToPoint { direction: Direction::Up, tag: 1 }, ..key(0) };
+        let send = MessageKey { space: NumberSpace::PointToPoint { direction: Direction::Up, tag: 1 }, ..key(0) };
         let place = Reference { address: 0, epoch: 0, region: 0 };
         let short = Body::Owned(vec![1; 100].into());
         let bodies = if credit > 0 { vec![short, Body::Memory { place, len: 1 << 20 }] } else { vec![short] };
@@ -627,7 +627,7 @@ fn a_copied_message_outlives_its_operation() {
     let config = PeerConfig { eager_credit_bytes: 0, ..PeerConfig::default() };
     let [mut a, mut b] = pair(&config, 1);
     copied(&mut a, 4, 100);
-    a.retire(GroupId(7), Channel::Collective(ChannelId::MAIN), OpSeq(3));
+    a.retire(GroupId(7), NumberSpace::Collective(ChannelId::MAIN), OpSeq(3));
     drain(&mut a, &mut b, 0);
     drain(&mut b, &mut a, 0);
     assert!(!a.is_quiet(), "it waits for its grant");
@@ -750,9 +750,9 @@ fn urgency_keeps_a_stream_free_and_holds_the_rest() {
     assert_eq!(a.poll_frame(0, held).expect("its time has come").header.key, key(2));
     // When it has become usual, and when it is forgotten, it does not count any more.
     urgent(&mut a, 5);
-    a.reprioritise(GroupId(7), Channel::Collective(ChannelId::MAIN), OpSeq(3), Priority(3));
+    a.reprioritise(GroupId(7), NumberSpace::Collective(ChannelId::MAIN), OpSeq(3), Priority(3));
     assert!(!a.has_urgent());
-    a.reprioritise(GroupId(7), Channel::Collective(ChannelId::MAIN), OpSeq(3), Priority(-3));
+    a.reprioritise(GroupId(7), NumberSpace::Collective(ChannelId::MAIN), OpSeq(3), Priority(-3));
     assert_eq!(a.most_urgent(), Some(Priority(-3)));
     a.forget(GroupId(7), &Counts::default());
     a.end();
@@ -805,8 +805,8 @@ fn many_messages_at_once() {
         }
     }
     assert_eq!(arrived, MANY as usize);
-    a.retire(GroupId(7), Channel::Collective(ChannelId::MAIN), OpSeq(3));
-    b.retire(GroupId(7), Channel::Collective(ChannelId::MAIN), OpSeq(3));
+    a.retire(GroupId(7), NumberSpace::Collective(ChannelId::MAIN), OpSeq(3));
+    b.retire(GroupId(7), NumberSpace::Collective(ChannelId::MAIN), OpSeq(3));
     assert!(a.is_quiet() && a.ops.is_empty() && b.ops.is_empty() && b.remembered == Remembered::default());
 }
 

@@ -7,6 +7,7 @@
 use super::network::{News, StreamSpec, Streams, Way};
 use crate::frame::{FLAG_PAYLOAD_SUM, FrameError, Header, Kind, Reference};
 use crate::peer::*;
+use penstock_sim::agenda::Agenda;
 use penstock_types::Priority;
 use rand::{Rng, SeedableRng};
 use rand_xorshift::XorShiftRng;
@@ -18,7 +19,7 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub(super) struct Op {
     pub(super) group: GroupId,
-    pub(super) channel: Channel,
+    pub(super) space: NumberSpace,
     pub(super) seq: OpSeq,
     pub(super) priority: Priority,
     pub(super) messages: Vec<Message>,
@@ -144,8 +145,7 @@ pub(super) struct World {
     locals: Vec<Vec<Local>>,
     /// By operation and message.
     got: Vec<Vec<Got>>,
-    scheduled: BTreeMap<(Time, u64), Action>,
-    schedule_count: u64,
+    scheduled: Agenda<Action>,
     /// Eager bytes held, by node and sender.
     held: HashMap<(usize, usize), u64>,
     pub(super) most_held: u64,
@@ -215,8 +215,7 @@ impl World {
             index: HashMap::new(),
             locals: vec![Vec::new(); nodes],
             got: Vec::new(),
-            scheduled: BTreeMap::new(),
-            schedule_count: 0,
+            scheduled: Agenda::default(),
             held: HashMap::new(),
             most_held: 0,
             bytes: true,
@@ -245,10 +244,10 @@ impl World {
     /// Makes an operation known; nobody has posted it yet.
     pub(super) fn add(&mut self, op: Op) -> usize {
         let id = self.ops.len();
-        let key = OpKey { group: op.group, channel: op.channel, op: op.seq };
-        let senders: Vec<usize> = match op.channel {
-            Channel::Collective(_) => (0..self.locals.len()).collect(),
-            Channel::PointToPoint { .. } => vec![op.messages[0].from],
+        let key = OpKey { group: op.group, space: op.space, op: op.seq };
+        let senders: Vec<usize> = match op.space {
+            NumberSpace::Collective(_) => (0..self.locals.len()).collect(),
+            NumberSpace::PointToPoint { .. } => vec![op.messages[0].from],
         };
         for from in senders {
             assert!(self.index.insert((key, from), id).is_none());
@@ -268,8 +267,7 @@ impl World {
     }
 
     pub(super) fn schedule(&mut self, at: Time, action: Action) {
-        self.schedule_count += 1;
-        self.scheduled.insert((at, self.schedule_count), action);
+        self.scheduled.add(at, action);
     }
 
     /// The pair of two nodes and the first one's side of it.
@@ -287,7 +285,7 @@ impl World {
 
     pub(super) fn key(&self, op: usize, message: usize) -> MessageKey {
         let op = &self.ops[op];
-        MessageKey { group: op.group, channel: op.channel, op: op.seq, message: op.messages[message].number }
+        MessageKey { group: op.group, space: op.space, op: op.seq, message: op.messages[message].number }
     }
 
     pub(super) fn all_finished(&self) -> bool {
@@ -296,7 +294,7 @@ impl World {
 
     /// Nothing is scheduled and all operations are over; copies may still be under way.
     pub(super) fn idle(&self) -> bool {
-        self.scheduled.is_empty() && self.all_finished()
+        self.scheduled.next_at().is_none() && self.all_finished()
     }
 
     pub(super) fn is_quiet(&self) -> bool {
@@ -315,7 +313,7 @@ impl World {
 
     /// Runs until all operations have finished everywhere and nothing is on its way.
     pub(super) fn finish(&mut self, limit: u64) {
-        self.run(limit, |world| world.scheduled.is_empty() && world.all_finished() && world.is_quiet());
+        self.run(limit, |world| world.idle() && world.is_quiet());
     }
 
     /// Runs for a while, whatever happens.
@@ -329,7 +327,7 @@ impl World {
     }
 
     fn next(&mut self) -> Time {
-        let scheduled = self.scheduled.first_key_value().map_or(Time(u64::MAX), |((at, _), _)| *at);
+        let scheduled = self.scheduled.next_at().unwrap_or(Time(u64::MAX));
         let deadlines = self.pairs.iter().flat_map(|pair| pair.deadlines);
         deadlines.fold(scheduled.min(self.network.next()), Time::min).max(self.now)
     }
@@ -338,8 +336,7 @@ impl World {
         let now = self.next();
         self.now = now;
         self.steps += 1;
-        while self.scheduled.first_key_value().is_some_and(|((at, _), _)| *at <= now) {
-            let (_, action) = self.scheduled.pop_first().expect("looked at");
+        while let Some(action) = self.scheduled.pop(now) {
             self.act(action);
         }
         self.network.advance(now);
@@ -683,10 +680,10 @@ impl World {
         }
         local.retired = true;
         self.finished.push((self.now, node, op));
-        let Op { group, channel, seq, .. } = self.ops[op];
+        let Op { group, space, seq, .. } = self.ops[op];
         for pair in &mut self.pairs {
             if let Some(side) = pair.nodes.iter().position(|n| *n == node) {
-                pair.peers[side].retire(group, channel, seq);
+                pair.peers[side].retire(group, space, seq);
             }
         }
     }
@@ -870,11 +867,11 @@ pub(super) fn pattern(from: usize, key: &MessageKey, offset: u64, out: &mut [u8]
     }
     // A prime that is no multiple of any frame's length.
     const TABLE_BYTES: usize = 65_521;
-    let channel = match key.channel {
-        Channel::Collective(number) => u64::from(number.0) << 34,
-        Channel::PointToPoint { direction, tag } => 1 + 2 * u64::from(tag) + direction as u64,
+    let space = match key.space {
+        NumberSpace::Collective(number) => u64::from(number.0) << 34,
+        NumberSpace::PointToPoint { direction, tag } => 1 + 2 * u64::from(tag) + direction as u64,
     };
-    let name = [key.group.0, channel, key.op.0, u64::from(key.message), from as u64];
+    let name = [key.group.0, space, key.op.0, u64::from(key.message), from as u64];
     let start = name.iter().fold(17u64, |hash, word| (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29));
     TABLE.with(|table| {
         let mut at = ((start % TABLE_BYTES as u64 + offset) % TABLE_BYTES as u64) as usize;

@@ -21,7 +21,7 @@ from penstock.profiling.record import Interval, Operation, Sample
 __all__ = ["MOST_EVENTS", "Call", "Window", "sample"]
 
 MOST_EVENTS = 100_000
-"""Operators of a sample that are kept. A hundred thousand take 0.1 s to read."""
+"""Intervals of operators, and operations, that a sample keeps. Lines of a record have 10^7 characters then."""
 
 _JOIN_NS = 10_000
 """Operators with less between them count as one interval: a pause counts from 100 us on (docs/design/profile-division.md)."""
@@ -93,12 +93,11 @@ def sample(events: Iterable[Any], window: Window, clock: Callable[[int], int], t
         clock: from Kineto's time to the monotonic clock.
         thread: the profiler's number of the training thread.
     """
-    operators: list[tuple[int, int, int]] = []
+    operators = _Operators(window)
     threads = {thread}
     launches: list[_Launch] = []
     functional: list[Interval] = []
     courses: list[_Course] = []
-    dropped = 0
     for event in events:
         name, start_ns = event.name(), clock(event.start_ns())
         course = _COURSE.match(name) if name[:1].islower() else None
@@ -112,18 +111,51 @@ def sample(events: Iterable[Any], window: Window, clock: Callable[[int], int], t
         elif event.is_async() or name.startswith(_WAITS):
             if name.startswith("_c10d_functional::"):
                 functional.append((start_ns, start_ns + event.duration_ns()))
-        elif len(operators) >= MOST_EVENTS:
-            dropped += 1
         else:
             scope = event.scope()
             if scope != _USER_SCOPE:
                 of = event.start_thread_id()
                 if scope == _BACKWARD_SCOPE:
                     threads.add(of)  # with a device, autograd has threads of its own
-                operators.append((start_ns, start_ns + event.duration_ns(), of))
-    busy = _merged(((start, end) for start, end, of in operators if of in threads), window)
+                operators.add(of, start_ns, start_ns + event.duration_ns())
     window = replace(window, calls=[*window.calls, *_hinted(window, functional)])
-    return Sample(window.step, busy, tuple(_operations(window, launches, courses)), dropped)
+    operations = tuple(_operations(window, launches, courses))
+    dropped = max(0, len(operations) - MOST_EVENTS)
+    return Sample(window.step, operators.busy(threads), operations[:MOST_EVENTS], dropped)
+
+
+class _Operators:
+    """When threads ran operators. Of any number of them no more than `MOST_EVENTS` intervals are kept: those that are near each
+    other become one, in the order in which they come, so that none of a step of 10^6 is missing."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._parts: dict[int, list[Interval]] = {}
+        self._count = 0
+        self._apart_ns = _JOIN_NS
+
+    def add(self, thread: int, start_ns: int, end_ns: int) -> None:
+        self._parts.setdefault(thread, []).append((start_ns, end_ns))
+        self._count += 1
+        if self._count > MOST_EVENTS:
+            self._join()
+
+    def busy(self, threads: set[int | None]) -> tuple[Interval, ...]:
+        """Of these threads together."""
+        found = (each for thread, parts in self._parts.items() if thread in threads for each in parts)
+        return tuple(_merged(found, self._window, self._apart_ns))
+
+    def _join(self) -> None:
+        """To half of what may be kept, so that not every operator sorts them anew. If it takes that, pauses are closed, the
+        shortest ones first."""
+        while True:
+            self._parts = {
+                thread: _merged(parts, self._window, self._apart_ns) for thread, parts in self._parts.items()
+            }
+            self._count = sum(map(len, self._parts.values()))
+            if self._count <= MOST_EVENTS // 2 or self._apart_ns > self._window.end_ns - self._window.start_ns:
+                return
+            self._apart_ns *= 2
 
 
 def _hinted(window: Window, functional: list[Interval]) -> Iterable[Call]:
@@ -135,17 +167,17 @@ def _hinted(window: Window, functional: list[Interval]) -> Iterable[Call]:
             yield replace(window.hints[index], start_ns=start, end_ns=end)
 
 
-def _merged(intervals: Iterable[Interval], window: Window) -> tuple[Interval, ...]:
+def _merged(intervals: Iterable[Interval], window: Window, apart_ns: int) -> list[Interval]:
     found: list[Interval] = []
     for start, end in sorted(intervals):
         start, end = max(start, window.start_ns), min(end, window.end_ns)
         if start >= end:
             continue
-        if found and start <= found[-1][1] + _JOIN_NS:
+        if found and start <= found[-1][1] + apart_ns:
             found[-1] = (found[-1][0], max(end, found[-1][1]))
         else:
             found.append((start, end))
-    return tuple(found)
+    return found
 
 
 def _operations(window: Window, launches: list[_Launch], courses: list[_Course]) -> Iterable[Operation]:

@@ -16,6 +16,7 @@ import torch
 
 from penstock.profiling.record import Event, Header, Step
 from penstock.tools.profile.recorder.collectives import Calls
+from penstock.tools.profile.recorder.conversion import costs
 from penstock.tools.profile.recorder.counters import Counters
 from penstock.tools.profile.recorder.identity import Identity, make_room
 from penstock.tools.profile.recorder.iterations import Iterations
@@ -103,6 +104,11 @@ class Recording:
                 self.sampling.step_ended(step, self.calls)
         else:
             self.sampling.passed(step)
+        if step.number == 0 and self.identity.world > 1:
+            # Within the steps that count as warm-up. It is not known where there is no memory left for it, or where a mode of
+            # torch's does not let it be.
+            with self.span("profiler"), contextlib.suppress(Exception):
+                self.event("float16", "{:.3f} ns a byte before it is sent, {:.3f} after".format(*costs()))
         self.calls.step_ended()
 
     def _keep(self, step: Step, left_out: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import statistics
 import time
 import weakref
@@ -27,12 +28,22 @@ EARLY = (4, 8, 16)
 SHARE = 0.01
 """Of the time that samples may cost."""
 
+_PROBE = 2
+"""A step before the first sample, whose events are counted if it is long."""
+
 _LEAD = 2
 """Steps for which the profiler runs: the last is the sample, and the first has the profiler's own beginnings."""
 
 _PATIENCE_S, _LAST_PATIENCE_S = 0.2, 2.0
 """For operations that were issued while the profiler ran."""
 _LONG, _LEAST_NS, _NEVER = 5, 200_000_000, 1 << 63
+
+_MANY = 100_000
+"""Events of a step. With the shapes of tensors torch's profiler takes 5 KB for each when it stops, and there are two steps."""
+_MOST, _EVENT_BYTES, _MEMORY_SHARE = 2_000_000, 1800, 4
+"""Without shapes: 10^6 took 1.75 GB when they had been read. They may take a fourth of the memory that is free."""
+_PROBED_NS = 300_000_000
+"""A step that is shorter has no more than about 150,000 events: 10^6 take 2 s."""
 _MOST_DRIFT_NS = 1_000_000
 _MARK = "penstock.profile"
 _MARKS = 3
@@ -62,8 +73,14 @@ class Sampling:
         self._is_plain = False
         self._said: set[str] = set()
         self._is_off = False
+        self._has_many = False
+        """Whether a step has so many events that the profiler runs for one step only, and without shapes."""
         self.until_ns = _NEVER
         """A sample that runs for longer is given up: an evaluation in it would fill the memory with events."""
+
+    @property
+    def _lead(self) -> int:
+        return 1 if self._has_many else _LEAD
 
     @property
     def is_running(self) -> bool:
@@ -71,16 +88,20 @@ class Sampling:
 
     def wants(self, number: int) -> bool:
         """Whether there is something to do at the end of that step."""
-        return not self._is_off and (self.is_running or self._is_sample(number + _LEAD))
+        return not self._is_off and (self.is_running or number == _PROBE - 1 or self._is_sample(number + self._lead))
 
     def step_ended(self, step: Step, calls: Calls) -> None:
         """Start or stop what is due. Whatever is wrong with the profiler, or with us, the training goes on."""
         self.passed(step)
         try:
+            if self.is_running and self._wanted == _PROBE:
+                self._count(calls)
             if not self.is_running:
-                if self._is_sample(step.number + _LEAD):
-                    self._start(step.number + _LEAD, calls)
-            elif step.number >= self._target:
+                if step.number == _PROBE - 1 and step.end_ns - step.start_ns >= _PROBED_NS:
+                    self._start(_PROBE, calls)
+                elif self._is_sample(step.number + self._lead):
+                    self._start(step.number + self._lead, calls)
+            elif self._wanted != _PROBE and step.number >= self._target:
                 self._stop(step, calls)
         except Exception as error:
             self.abandon(calls)
@@ -140,7 +161,7 @@ class Sampling:
             self.yields()
             return
         began_ns = time.monotonic_ns()
-        own = profiler.profile(use_kineto=True, record_shapes=True)
+        own = profiler.profile(use_kineto=True, record_shapes=target != _PROBE and not self._has_many)
         _own.add(own)
         own.__enter__()
         self._profile, self._target, self._wanted = own, target, target
@@ -159,11 +180,8 @@ class Sampling:
             self._target = step.number + 1
             calls.start()
             return
-        own, self._profile = self._profile, None
-        self.until_ns = _NEVER
         log, hints = calls.stop()
-        own.__exit__(None, None, None)
-        calls.in_flight.clear()
+        own = self._ended(calls)
         if step.number != self._wanted:
             self._is_plain = False
             return
@@ -183,6 +201,41 @@ class Sampling:
         self._costs.append(self._cost)
         self._is_plain = False  # the next step holds what this took
         self.distance = _distance(self._costs, self._plain)
+
+    def _ended(self, calls: Calls) -> Any:
+        """The profiler that ran, whose operations have ended."""
+        own, self._profile = self._profile, None
+        self.until_ns = _NEVER
+        own.__exit__(None, None, None)
+        calls.in_flight.clear()
+        return own
+
+    def _count(self, calls: Calls) -> None:
+        """Before the first sample of long steps: how many events a step has. If it can be sampled in part only, or not at all,
+        that is said."""
+        if not settled(calls.in_flight, _PATIENCE_S):
+            return  # at the end of a later step: what is in flight writes into the profiler's memory
+        calls.stop()
+        count = len(self._ended(calls).kineto_results.events())
+        self._is_plain = False
+        most = min(_MOST, _free_bytes() // (_MEMORY_SHARE * _EVENT_BYTES))
+        if count > most:
+            self._is_off = True
+            text = f"a step has {count:,} events of torch's profiler, and there is memory for {most:,}: there are no samples"
+            self._say("profiler", text)
+        elif count > _MANY:
+            self._has_many = True
+            text = f"a step has {count:,} events of torch's profiler: samples are few, and without the sizes of what DDP sends"
+            self._say("profiler", text)
+
+
+def _free_bytes() -> int:
+    """Memory for one rank of this host, as far as that is known."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return (int(line.split()[1]) << 10) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return _NEVER
 
 
 def _distance(costs: Sequence[int], plain: Sequence[int]) -> int:

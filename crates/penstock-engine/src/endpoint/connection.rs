@@ -4,7 +4,7 @@ use super::memory::Memory;
 use crate::group::Group;
 use crate::runtime::Call;
 use crate::ticket::Ticket;
-use penstock_core::endpoint::{Lane, Record, slot_tag};
+use penstock_core::endpoint::{Class, Record, slot_tag};
 use penstock_plan::Collective;
 use penstock_stream::fingerprint::{Fingerprint, Name};
 use penstock_types::{DType, Failure, Priority, ReduceOp};
@@ -18,7 +18,7 @@ pub(super) const CLIENT: u32 = 1;
 
 /// One end of a connection.
 #[derive(Debug)]
-pub(super) struct Link {
+pub(super) struct Connection {
     pub(super) group: Group,
     other: u32,
     /// Records of ours that were not taken.
@@ -50,9 +50,9 @@ impl Span {
     }
 }
 
-impl Link {
-    pub(super) fn new(group: Group, other: u32) -> Link {
-        Link { group, other, saying: 0, is_leaving: false }
+impl Connection {
+    pub(super) fn new(group: Group, other: u32) -> Connection {
+        Connection { group, other, saying: 0, is_leaving: false }
     }
 
     /// `lost` is called once the group has failed.
@@ -67,11 +67,11 @@ impl Link {
     }
 
     /// Sends a record. `done` is called on the engine's thread, as below.
-    pub(super) fn say(&mut self, lane: Lane, record: &Record, done: impl FnOnce() + Send + 'static) {
+    pub(super) fn say(&mut self, class: Class, record: &Record, done: impl FnOnce() + Send + 'static) {
         self.saying += 1;
         let memory = Memory::copy(&record.encode());
         let to = Collective::Send { to: self.other };
-        self.start(to, lane.tag(), lane.priority(), Span::of(&memory), memory, move |_| done());
+        self.start(to, class.tag(), class.priority(), Span::of(&memory), memory, move |_| done());
     }
 
     /// A record of ours was taken.
@@ -88,12 +88,12 @@ impl Link {
         !self.is_leaving
     }
 
-    /// Receives the next record of a lane.
-    pub(super) fn hear(&self, lane: Lane, done: impl FnOnce(Result<[u8; Record::BYTES], Failure>) + Send + 'static) {
+    /// Receives the next record of a class.
+    pub(super) fn hear(&self, class: Class, done: impl FnOnce(Result<[u8; Record::BYTES], Failure>) + Send + 'static) {
         let memory = Memory::copy(&[0; Record::BYTES]);
         let record = memory.clone();
         let from = Collective::Recv { from: self.other };
-        self.start(from, lane.tag(), lane.priority(), Span::of(&memory), memory, move |result| {
+        self.start(from, class.tag(), class.priority(), Span::of(&memory), memory, move |result| {
             let bytes = || record.bytes().try_into().expect("a record's length");
             done(result.clone().map(|()| bytes()));
         });

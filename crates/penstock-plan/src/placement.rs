@@ -1,21 +1,21 @@
-//! Which ranks share a host, and what lies between the others: [`Topology`].
+//! Which ranks share a host, and what lies between the others: [`Placement`].
 
 use std::sync::Arc;
 
 /// Which ranks of a group share a host: each pair of them reaches the other through memory, any other pair through a
 /// network. Equal where the same ranks are together; a copy is cheap.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Topology {
+pub struct Placement {
     /// The host of each rank. Hosts are numbered in the order of their lowest ranks.
     hosts: Arc<[u32]>,
     /// By server: its part of each tensor, as a weight.
     servers: Arc<[u32]>,
 }
 
-impl Topology {
+impl Placement {
     /// `hosts[r]` is any number that stands for the host of rank `r`.
     #[must_use]
-    pub fn new(hosts: &[u32]) -> Topology {
+    pub fn new(hosts: &[u32]) -> Placement {
         let mut known: Vec<u32> = Vec::new();
         let number = |host: &u32| {
             known.iter().position(|other| other == host).unwrap_or_else(|| {
@@ -23,19 +23,19 @@ impl Topology {
                 known.len() - 1
             }) as u32
         };
-        Topology { hosts: hosts.iter().map(number).collect(), servers: Arc::default() }
+        Placement { hosts: hosts.iter().map(number).collect(), servers: Arc::default() }
     }
 
     /// `world` ranks on one host.
     #[must_use]
-    pub fn one_host(world: u32) -> Topology {
-        Topology { hosts: vec![0; world as usize].into(), servers: Arc::default() }
+    pub fn one_host(world: u32) -> Placement {
+        Placement { hosts: vec![0; world as usize].into(), servers: Arc::default() }
     }
 
     /// `world` ranks, each on a host of its own.
     #[must_use]
-    pub fn separate_hosts(world: u32) -> Topology {
-        Topology { hosts: (0..world).collect(), servers: Arc::default() }
+    pub fn separate_hosts(world: u32) -> Placement {
+        Placement { hosts: (0..world).collect(), servers: Arc::default() }
     }
 
     /// The same ranks, with servers that add for them; `weights[s] / sum(weights)` of each tensor is server `s`'s.
@@ -43,9 +43,9 @@ impl Topology {
     /// # Panics
     /// If the weights are all 0.
     #[must_use]
-    pub fn with_servers(self, weights: &[u32]) -> Topology {
+    pub fn with_servers(self, weights: &[u32]) -> Placement {
         assert!(weights.iter().any(|weight| *weight > 0), "somebody has to add");
-        Topology { servers: weights.into(), ..self }
+        Placement { servers: weights.into(), ..self }
     }
 
     /// The weights of the servers; empty where there are none.
@@ -72,7 +72,7 @@ impl Topology {
         self.hosts[a as usize] == self.hosts[b as usize]
     }
 
-    /// The host of a rank, as a number below [`Topology::host_count`].
+    /// The host of a rank, as a number below [`Placement::host_count`].
     #[must_use]
     pub fn host(&self, rank: u32) -> u32 {
         self.hosts[rank as usize]
@@ -117,15 +117,15 @@ pub enum Medium {
 mod tests {
     use super::*;
 
-    /// A topology says who is together, whatever the hosts are called.
+    /// A placement says who is together, whatever the hosts are called.
     #[test]
     fn hosts_have_no_names() {
-        let topology = Topology::new(&[7, 3, 7, 9]);
-        assert_eq!(topology, Topology::new(&[1, 2, 1, 0]));
-        assert_ne!(topology, Topology::new(&[1, 2, 2, 0]));
-        assert_eq!((0..3).map(|host| topology.members(host)).collect::<Vec<_>>(), [vec![0, 2], vec![1], vec![3]]);
-        assert!(topology.share_host(0, 2) && !topology.share_host(0, 1));
-        assert_eq!((topology.host_count(), Topology::new(&[]).host_count()), (3, 0));
-        assert_eq!(Topology::separate_hosts(3), Topology::new(&[5, 4, 6]));
+        let placement = Placement::new(&[7, 3, 7, 9]);
+        assert_eq!(placement, Placement::new(&[1, 2, 1, 0]));
+        assert_ne!(placement, Placement::new(&[1, 2, 2, 0]));
+        assert_eq!((0..3).map(|host| placement.members(host)).collect::<Vec<_>>(), [vec![0, 2], vec![1], vec![3]]);
+        assert!(placement.share_host(0, 2) && !placement.share_host(0, 1));
+        assert_eq!((placement.host_count(), Placement::new(&[]).host_count()), (3, 0));
+        assert_eq!(Placement::separate_hosts(3), Placement::new(&[5, 4, 6]));
     }
 }

@@ -1,0 +1,52 @@
+"""A matrix's report: what its page says and draws. Pure; `penstock.reports` decides how it looks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from penstock.reports import Next, Page, Section
+from penstock.reports.numbers import plural
+from penstock.tools.characterize import figures
+from penstock.tools.characterize.findings import ABSENT, AGREES, findings
+from penstock.tools.characterize.means import means, name
+from penstock.tools.characterize.memory import Kind, Limit
+from penstock.tools.characterize.results import Outcome
+from penstock.tools.characterize.tables import judged, times
+
+__all__ = ["page"]
+
+
+def page(outcomes: Sequence[Outcome], folder: str, limits: Mapping[Kind, Limit]) -> Page:
+    """The report of one run or more, which are in a folder."""
+    cells = means(outcomes)
+    most = max(cells, key=lambda each: each.share)
+    found = findings(outcomes)
+    judgements = [each for each in found if each.verdict != ABSENT]
+    agreed = sum(each.verdict == AGREES for each in judgements)
+    problems = sorted({problem for one in outcomes for problem in one.problems})
+    return Page(
+        kind="penstock characterize",
+        answer=(
+            f"Communication takes {most.share:.0%} of a step of {most.cell.model} at most ({name(most.cell)}); "
+            f"{agreed} of {len(judgements)} findings of the paper agree"
+        ),
+        picture=figures.first(cells),
+        next=Next(
+            "Look into the run that stands still most.",
+            f"penstock profile --read {folder}/{most.cell.key}.{most.runs[0].repeat} --html run.html",
+        ),
+        setting=_setting(outcomes, len(cells)),
+        sections=[
+            Section("The paper's findings", [judged(found)]),
+            *figures.sections(cells, limits),
+            Section("In numbers", [times(outcomes)]),
+            *([Section("What the records say of themselves", [problems[:20]])] if problems else []),
+        ],
+    )
+
+
+def _setting(outcomes: Sequence[Outcome], cells: int) -> str:
+    """How many runs, and on what."""
+    on = dict.fromkeys(f"{one.processors} processors ({one.machine})" for one in outcomes if one.machine)
+    where = f" on {', and '.join(on)}" if on else ""
+    return f"{plural(len(outcomes), 'run')} of {plural(cells, 'cell')}{where}, random tokens, one thread a rank."
