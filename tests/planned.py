@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
+import pytest
+
 from penstock.cluster.network import Aggregator, Cluster, End, Host, Job, Link, Nic, Server, Switch
+from penstock.planning.evaluate import Evaluation, evaluate
 from penstock.planning.exact import exact
 from penstock.planning.problem import Problem
 from penstock.planning.relax import Relaxed, relax
-from penstock.planning.solve import Solved, search
+from penstock.planning.solve import Solved, scheme_of, search
 
 MBIT = 1_000_000
 
@@ -24,6 +28,24 @@ def near_best(cluster: Cluster, seed: int, *, levels: int | None = None) -> tupl
     found = search(problem, seed=seed, seconds=60, relaxed=relaxed)
     assert 0.92 * best.rate <= found.rate <= best.rate * (1 + 1e-6) <= relaxed.bound * (1 + 2e-6), f"seed {seed}"
     return problem, relaxed, found, best
+
+
+def check_claims(problem: Problem, found: Solved) -> Evaluation:
+    """That what the solver says of rates and loads is what the judge finds, flow by flow, and passes no capacity. Returns what
+    the judge says."""
+    (job,) = problem.jobs
+    worth = evaluate(problem.cluster, job, scheme_of(problem, found.rates, found.trees), problem.background)
+    assert worth.rate == pytest.approx(found.rate, rel=1e-6)
+    loads = found.rates @ np.array([tree.loads for tree in found.trees])
+    judged = {load.name: load.load for load in worth.loads}
+    for resource, load in zip(problem.resources, loads, strict=True):
+        assert load == pytest.approx(judged.pop(resource.name, 0.0), rel=1e-5, abs=1e-6 * problem.scale), resource.name
+        assert load <= max(resource.room, 0.0) * (1 + 1e-6) + 1e-9 * problem.scale, resource.name
+    # What the solver leaves out, as every worker sends all of its gradients there: links of one host's workers.
+    for name, load in judged.items():
+        (host,) = {end.node for end in problem.cluster.link[name.removeprefix("link ")].ends} & set(job.workers)
+        assert load == pytest.approx(found.rate * job.workers.count(host), rel=1e-6), name
+    return worth
 
 
 def cluster_of(

@@ -113,6 +113,8 @@ RUN_HERE = {
     "penstock convert train.py -o train_dist.py",
     "penstock tune --show",
     "penstock tune --clear",
+    "penstock testbed write fat-tree.yaml --fat-tree 6 --servers 4 --rate 20",
+    "penstock testbed write rails.yaml --rails 8 --hosts 16 --servers 4 --rate 100000",
 }
 # Commands that run here with other options behind, which make less of them.
 FEW_BYTES = "--rounds 1 --turn 0.01 --limit-flows 2 --sizes 64K"
@@ -219,8 +221,9 @@ RUN_BY = {
         "penstock plan cluster.yaml",
         "penstock plan cluster.yaml -o deployment.yaml",
     ],
-    "test_links.py::test_a_testbeds_links_are_measured_and_planned": [
-        "torchrun --nnodes 3 --nproc-per-node 1 --rdzv-endpoint h0:29400 -m penstock doctor --links -o cluster.yaml --server 2",
+    "test_links.py::test_the_command_of_the_page": [
+        "torchrun --nnodes 3 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint h0:29400"
+        " -m penstock doctor --links -o cluster.yaml --server 2",
     ],
     "test_planning_watch.py::test_events_from_standard_input": [
         "penstock plan watch deployment.yaml -o next.yaml",
@@ -229,7 +232,7 @@ RUN_BY = {
         "penstock plan watch deployment.yaml --name lab -o next.yaml",
     ],
     "test_planning_commands.py::test_all_jobs": ["penstock plan cluster.yaml --all-jobs joint -o plans"],
-    "test_planning_commands.py::test_at_least": ["penstock plan cluster.yaml --at-least '300 Mbit/s'"],
+    "test_planning_commands.py::test_at_least": ["penstock plan cluster.yaml --at-least '600 Mbit/s'"],
     "test_planning_commands.py::test_explain": [
         "penstock plan explain deployment.yaml",
         "penstock plan explain deployment.yaml --report plan.html",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import re
+import subprocess
 import sys
 
 import pytest
@@ -14,6 +17,7 @@ from penstock.cluster import file
 from penstock.errors import Config as ConfigError
 from penstock.tools.links import Seen, cluster_of
 from penstock.tools.testbed import LinkSpec, Testbed, system
+from penstock.tools.testbed.bed import Loopback
 
 REASON = system.unavailable(LinkSpec())
 needs_namespaces = pytest.mark.skipif(REASON is not None, reason=f"no testbed here: {REASON}")
@@ -132,3 +136,42 @@ def test_a_testbeds_links_are_measured_and_planned(tmp_path: pathlib.Path) -> No
         timeout=60,
     )
     assert planned.returncode == 0 and "Mbit/s a worker" in planned.stdout, planned.stdout + planned.stderr
+
+
+def test_ranks_of_one_host_have_no_links(tmp_path: pathlib.Path) -> None:
+    """Nothing is written, and the reason is the one that `cluster_of` gives."""
+    command = [sys.executable, "-m", "penstock", "doctor", "--links", "-o", str(tmp_path / "cluster.yaml")]
+    with Loopback(hosts=1) as bed:
+        done = bed.run([*command, "--mebibytes=1"], ranks=2, launcher="fork", timeout_s=120)
+    said = "".join(done.outputs)
+    assert done.returncode and "all 2 ranks are on one host, so there is no link to measure" in said, said
+    assert "Traceback" not in said and not (tmp_path / "cluster.yaml").exists(), said
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_the_command_of_the_page(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Three hosts with names of their own, each of which runs the guide's command as it stands: one file comes out, with three
+    hosts and a server, which `penstock plan` takes."""
+    page = (root / "docs" / "guide" / "plan.md").read_text()
+    (command,) = re.findall(r"^torchrun .*\\\n.*doctor --links.*$", page, re.M)
+    names = tmp_path / "hosts"
+    path = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]])
+    with Testbed(hosts=3, link=LinkSpec(rate_mbit=500)) as bed:
+        names.write_text("127.0.0.1 localhost\n" + "".join(f"{bed.address(host)} h{host}\n" for host in range(3)))
+        running = []
+        for host in range(3):
+            (tmp_path / f"h{host}").mkdir()
+            inside = f"hostname h{host} && mount --bind {names} /etc/hosts && cd {tmp_path}/h{host} && exec {command}"
+            argv = ["unshare", "--mount", "--uts", "sh", "-c", inside]
+            output = (tmp_path / f"h{host}.log").open("w")
+            running.append(bed.popen(host, argv, env={"PATH": path}, stdout=output, stderr=subprocess.STDOUT))
+        codes = [process.wait(240) for process in running]
+    said = "".join((tmp_path / f"h{host}.log").read_text() for host in range(3))
+    assert codes == [0, 0, 0], said
+    (written,) = tmp_path.glob("h*/cluster.yaml")
+    cluster = file.load(str(written))
+    assert sorted(host.name for host in cluster.hosts) == ["h0", "h1", "h2"] and len(cluster.jobs[0].workers) == 2
+    assert all(400 * MBIT < (link.rate_bit_s or 0) < 600 * MBIT for link in cluster.links), said
+    planned = CliRunner().invoke(main, ["plan", str(written), "--seconds", "0.5"])
+    assert planned.exit_code == 0 and "Mbit/s a worker" in planned.output, planned.output

@@ -21,7 +21,7 @@ import ranks
 from penstock.cli import main
 from penstock.cluster import deployment as deployments
 from penstock.cluster import file
-from penstock.cluster.network import Job, Nic
+from penstock.cluster.network import Cluster, Job, Nic
 from penstock.errors import Config
 from penstock.planning import baselines
 from penstock.planning.deploy import deployment
@@ -32,7 +32,7 @@ from penstock.planning.relax import relax
 from penstock.planning.scheme import Scheme
 from penstock.planning.solve import scheme_of, search
 from penstock.tools.bench.aggregated.cluster import Cluster as Emulated
-from planned import MBIT, cluster_of, near_best, of_the_paper, random_cluster
+from planned import MBIT, check_claims, cluster_of, near_best, of_the_paper, random_cluster
 
 
 @pytest.mark.parametrize(("between", "bound"), [(None, 3), (6, 26 / 9)])
@@ -60,26 +60,24 @@ def test_the_papers_example(between: float | None, bound: float) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_clusters(seed: int) -> None:
-    """What the search finds is within 8 % of the proven best; no scheme passes the bound, or loads anything by more than it has;
-    and who judges it agrees with who found it."""
+    """What the search finds is within 8 % of the proven best; no scheme passes the bound; and the rates and loads that the
+    solvers claim are those that the judge finds."""
     cluster = random_cluster(random.Random(seed))
     (job,) = cluster.jobs
-    problem, relaxed, found, _ = near_best(cluster, seed)
+    problem, relaxed, found, best = near_best(cluster, seed)
+    check_claims(problem, found)
+    check_claims(problem, best)
     rng = np.random.default_rng(seed)
-    others = [baselines.lbmm(problem), baselines.atp(problem), baselines.inart(problem, rng, relaxed)]
-    for scheme in (scheme_of(problem, found.rates, found.trees), *others):
+    for scheme in (baselines.lbmm(problem), baselines.atp(problem), baselines.inart(problem, rng, relaxed)):
         worth = evaluate(cluster, job, scheme)
         assert worth.rate <= relaxed.bound * (1 + 1e-6), f"seed {seed}"
-        assert all(load.load <= load.room * (1 + 1e-9) for load in worth.loads) and worth.loads[0].name == worth.binding
-        assert worth.loads[0].load == pytest.approx(worth.loads[0].room)
-    assert evaluate(cluster, job, scheme_of(problem, found.rates, found.trees)).rate == pytest.approx(
-        found.rate, rel=1e-3
-    )
+        assert worth.loads[0].name == worth.binding and worth.loads[0].load == pytest.approx(worth.loads[0].room)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_names_and_orders_change_nothing(seed: int) -> None:
-    """The same cluster in another order, with other names, has the same bound and best rate."""
+    """The same cluster in another order, with other names, has the same bound and best rate, and the search finds it in both.
+    Other names alone give the same plan."""
     rng = random.Random(seed)
     cluster = random_cluster(rng)
     shuffled: dict[str, Any] = {
@@ -88,11 +86,21 @@ def test_names_and_orders_change_nothing(seed: int) -> None:
         for values in [getattr(cluster, field)]
     }
     job = Job(name="other", workers=tuple(rng.sample(cluster.jobs[0].workers, len(cluster.jobs[0].workers))))
+
+    def renamed(text: str) -> Cluster:
+        for before, after in (("w", "zz"), ("core", "middle")):
+            text = text.replace(f" {before}", f" {after}").replace(f"[{before}", f"[{after}")
+        return file.parse(text, "other.yaml")
+
     text = file.dump(dataclasses.replace(cluster, **shuffled, jobs=(job,)))
-    for before, after in (("w", "zz"), ("core", "middle")):
-        text = text.replace(f" {before}", f" {after}").replace(f"[{before}", f"[{after}")
-    other = file.parse(text, "other.yaml")
+    other = renamed(text)
     problem, again = Problem(cluster, cluster.jobs[0]), Problem(other, other.jobs[0])
+    plain = renamed(file.dump(cluster))
+    same = Problem(plain, plain.jobs[0])
+    found, of_other, of_same = (search(each, seconds=60) for each in (problem, again, same))
+    assert check_claims(again, of_other).rate == pytest.approx(check_claims(problem, found).rate), text
+    schemes = [scheme_of(each, one.rates, one.trees) for each, one in ((problem, found), (same, of_same))]
+    assert schemes[0].fractions == schemes[1].fractions and schemes[0].via == schemes[1].via, text
     assert relax(again).bound == pytest.approx(relax(problem).bound), text
     assert exact(again, 120)[0].rate == pytest.approx(exact(problem, 120)[0].rate), text
 

@@ -68,9 +68,9 @@ def test_others_are_background() -> None:
     beside = Problem(cluster, job, background=background)
     planned = search(beside, seconds=0.7)
     own = scheme_of(beside, planned.rates, planned.trees)
-    assert evaluate(cluster, job, own, background).rate == pytest.approx(planned.rate, rel=1e-3)
+    assert evaluate(cluster, job, own, background).rate == pytest.approx(planned.rate, rel=1e-6)
     assert evaluate(cluster, job, own).rate > planned.rate * (1 - 1e-3)
-    assert evaluate_all(cluster, [(job, own, planned.rate), (other, scheme, found.rate / 2)]).rate >= 1 - 1e-3
+    assert evaluate_all(cluster, [(job, own, planned.rate), (other, scheme, found.rate / 2)]).rate >= 1 - 1e-6
 
 
 # ---------------------------------------------------------------------------------------------------- a network that changes
@@ -122,8 +122,8 @@ def test_generated_events(seed: int) -> None:
         assert not any(loads.get(name) for name in state.gone), told
         left = without(cluster, job, state.gone, state.scheme)
         worth = evaluate(left, job, state.scheme, state.background)
-        assert all(load.load <= load.room * (1 + 1e-9) for load in worth.loads), told
-        assert worth.rate == pytest.approx(decision.rate), told
+        # The rate that was decided on passes nothing, flow by flow.
+        assert worth.rate == pytest.approx(decision.rate) and worth.loads[0].share == pytest.approx(1), told
         if decision.is_changed and isinstance(event, Loads):
             assert worth.rate > evaluate(left, job, before.scheme, state.background).rate * 1.1, told
 
@@ -155,7 +155,7 @@ def test_a_plan_does_not_flap() -> None:
 WRONG: dict[str, tuple[Any, str]] = {
     "unknown": (Gone("link nowhere"), "an event names link nowhere, which the cluster does not have"),
     "unknown load": (Loads({"aggregator z": 1.0}), "an event names aggregator z"),
-    "a server": (Gone("server s0"), "cannot be done without"),
+    "a server": (Gone("server s0"), "without which nothing can be summed"),
     "a worker is cut off": (Gone("link h3"), "link h3: no way is left to worker on h3"),
     "a server is cut off": (Gone("link s0"), "link s0: no way is left to server s0 on s0"),
 }

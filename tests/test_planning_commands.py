@@ -153,7 +153,22 @@ def test_bench_plan_in_small(tmp_path: pathlib.Path) -> None:
         "proven best 2.667",
     ):
         assert line in re.sub(r" +", " ", said.output), said.output
-    rows = [plans.Row(**row) for row in json.loads(path.read_text())["runs"]]
+    # Section 5.2: rates of LBMM as in the paper, which the unit was taken from, and the proven best of figure 1 in that unit.
+    (sent,) = re.findall(r"^ 6 +([\d.]+) .* ([\d.]+) *$", said.output, re.M)
+    assert sent == (f"{11.55 * 8 / 3:.1f}", "15.4"), said.output
+    written = json.loads(path.read_text())
+    rows = [plans.Row(**row) for row in written["runs"]]
+    # The small tables are figures, too; and plans are compared with the best of the others in each network.
+    assert [each["title"].partition(":")[0] for each in written["small"]] == [
+        "Section 2.1, figure 1",
+        "Section 5.2",
+        "Section 5.2",
+    ]
+    assert ["proven best", "2.667", ""] in written["small"][0]["lines"]
+    for uneven in (False, True):
+        rates = {row.way: row.rate_bit_s for row in rows if row.uneven == uneven}
+        ratio = rates[plans.OURS] / max(rates[way] for way in (plans.INART, plans.R_INART, plans.ATP, plans.LBMM))
+        assert f"{ratio:.2f}x, {ratio:.2f}x at least" in said.output, said.output
     networks = {(row.uneven, row.workers, row.servers, row.seed) for row in rows}
     assert len(networks) == 2 and len(rows) == len(networks) * len(plans.WAYS)
     of = {(row.uneven, row.workers, row.servers, row.way): row for row in rows}
@@ -167,3 +182,28 @@ def test_bench_plan_in_small(tmp_path: pathlib.Path) -> None:
         # Every worker's whole gradient reaches the servers, and crosses two links at least.
         assert straight.taken_in == pytest.approx(workers) and (straight.crossed or 0) >= 2 * workers
     assert report.read_text().count("<svg") >= 2 and "Beside the paper" in report.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "switches", "workers"),
+    [
+        (["--fat-tree", "4", "--servers", "2"], 20, 14),
+        (["--rails", "2", "--hosts", "3", "--servers", "2"], 3, 6),
+    ],
+)
+def test_generated_networks_are_written_and_planned(
+    options: list[str], switches: int, workers: int, tmp_path: pathlib.Path
+) -> None:
+    """A fat-tree and rails are a command, and `penstock plan` takes what it writes. What they do not take is refused."""
+    path = tmp_path / "cluster.yaml"
+    said = run("testbed", "write", path, *options, "--rate", "100")
+    assert said.exit_code == 0, said.output
+    cluster = file.load(str(path))
+    assert len(cluster.switches) == switches and len(cluster.jobs[0].workers) == workers
+    assert {link.rate_bit_s for link in cluster.links} == {100 * MBIT}
+    said = run("plan", path, "--seconds", "0.5")
+    assert said.exit_code == 0 and "Mbit/s a worker" in said.output, said.output
+    for wrong, words in ((["--racks", "2"], "and not --racks"), (["--spines", "2"], "and not --spines")):
+        said = run("testbed", "write", path, *options, *wrong)
+        assert said.exit_code == 2 and words in said.output.replace("\n", " "), said.output
+    assert "give an even number" in run("testbed", "write", path, "--fat-tree", "5").output

@@ -7,6 +7,8 @@ import math
 import pathlib
 import random
 import re
+import statistics
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -20,11 +22,12 @@ from penstock.planning import baselines
 from penstock.planning.bound import bound_of_all
 from penstock.planning.deploy import deployment, scheme_in
 from penstock.planning.evaluate import evaluate
+from penstock.planning.exact import exact
 from penstock.planning.problem import Problem
 from penstock.planning.relax import relax
 from penstock.planning.scheme import Scheme
 from penstock.planning.solve import scheme_of, search
-from planned import MBIT, near_best, random_mesh
+from planned import MBIT, check_claims, near_best, random_cluster, random_mesh
 
 
 def of_fat_tree(*, workers: int = 50, servers: int = 4, uneven: bool = False, seed: int = 0) -> Cluster:
@@ -43,20 +46,21 @@ def of_fat_tree(*, workers: int = 50, servers: int = 4, uneven: bool = False, se
 
 @pytest.mark.parametrize("seed", range(16))
 def test_random_meshes(seed: int) -> None:
-    """With several routes and two levels: the search is within 8 % of the proven best, no scheme passes the bound or loads
-    anything by more than it has, whoever judges; and a deployment says the same as its scheme."""
+    """With several routes and two levels: the search is within 8 % of the proven best, no scheme passes the bound, and the rates
+    and loads that the solvers claim are those that the judge finds; and a deployment says the same as its scheme."""
     cluster = random_mesh(random.Random(seed))
     (job,) = cluster.jobs
     problem, relaxed, found, best = near_best(cluster, seed, levels=1 + seed % 2)
     rng = np.random.default_rng(seed)
     schemes = [scheme_of(problem, one.rates, one.trees) for one in (found, best)]
+    check_claims(problem, found)
+    check_claims(problem, best)
     others = [baselines.lbmm(problem), baselines.atp(problem), baselines.hierarchical(problem)]
     others += [baselines.inart(problem, rng, relaxed), baselines.equal_inart(problem, rng)]
     for scheme in (*schemes, *others):
         worth = evaluate(cluster, job, scheme)
         assert worth.rate <= min(relaxed.bound, bound_of_all(problem, relaxed)) * (1 + 1e-6), f"seed {seed}"
-        assert all(load.load <= load.room * (1 + 1e-9) for load in worth.loads) and worth.loads[0].name == worth.binding
-    assert evaluate(cluster, job, schemes[0]).rate == pytest.approx(found.rate, rel=1e-3), f"seed {seed}"
+        assert worth.loads[0].name == worth.binding
     if all(one.at in cluster.host for one in cluster.aggregators):
         assert _written_and_read(cluster, schemes[0]) == pytest.approx(
             evaluate(cluster, job, schemes[0]).rate, rel=1e-5
@@ -116,18 +120,18 @@ def test_levels_where_a_server_has_no_place_for_all() -> None:
 
 @pytest.mark.parametrize("uneven", [False, True])
 def test_the_papers_fat_tree(uneven: bool) -> None:
-    """54 hosts, 50 of them workers: within a second far better than one rounding, and at least twice ATP where links are
-    unequal; the judge agrees."""
+    """54 hosts, 50 of them workers: after two seconds of search far better than one rounding, and at least twice ATP, also with
+    the best number of flows summed at a switch; the judge agrees."""
     cluster = of_fat_tree(uneven=uneven)
     (job,) = cluster.jobs
     problem = Problem(cluster, job)
     relaxed = relax(problem)
     found = search(problem, seconds=2, relaxed=relaxed)
-    worth = evaluate(cluster, job, scheme_of(problem, found.rates, found.trees))
-    assert worth.rate == pytest.approx(found.rate, rel=1e-3) and found.rate <= relaxed.bound
+    check_claims(problem, found)
+    assert found.rate <= relaxed.bound
     rng = np.random.default_rng(0)
     inart = evaluate(cluster, job, baselines.inart(problem, rng, relaxed)).rate
-    atp = evaluate(cluster, job, baselines.atp(problem)).rate
+    atp = evaluate(cluster, job, baselines.atp_best_effort(problem)).rate
     assert found.rate >= 1.05 * inart and found.rate >= 2 * atp, (found.rate, inart, atp, relaxed.bound)
 
 
@@ -181,7 +185,7 @@ def test_rails() -> None:
     problem = Problem(cluster, job)
     found = search(problem, seconds=5)
     scheme = scheme_of(problem, found.rates, found.trees)
-    assert evaluate(cluster, job, scheme).rate == pytest.approx(found.rate, rel=1e-3) and found.rate <= relax(
+    assert evaluate(cluster, job, scheme).rate == pytest.approx(found.rate, rel=1e-6) and found.rate <= relax(
         problem
     ).bound * (1 + 1e-6)
     # Each server could be sent to straight by four ranks and one aggregator, and each aggregator by the four others: 20 Mbit/s
@@ -224,3 +228,40 @@ def test_unequal_links_are_seeded() -> None:
     assert all(10 <= (each.rate_bit_s or 0) <= 30 for each in one.links)
     with pytest.raises(ValueError, match="ports=5: give an even number"):
         generate.fat_tree(5)
+
+
+@pytest.mark.release
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "seeds", "levels"),
+    [(random_cluster, range(100, 340), [None]), (random_mesh, range(100, 300), [1, 2])],
+    ids=["clusters", "meshes"],
+)
+def test_random_instances_and_their_best(
+    make: Callable[[random.Random], Cluster], seeds: range, levels: list[int | None]
+) -> None:
+    """All instances of docs/design/planner.md: the search is 2 % below the proven best on average at most, and 8 % at worst. One
+    random rounding, which it is compared with, is far below."""
+    ours, rounded, not_proven = [], [], []
+    for seed in seeds:
+        cluster = make(random.Random(seed))
+        (job,) = cluster.jobs
+        problem = Problem(cluster, job, levels=levels[seed % len(levels)])
+        relaxed = relax(problem)
+        try:
+            best, is_proven = exact(problem, 60)
+        except RuntimeError:
+            is_proven = False
+        if not is_proven:
+            not_proven.append(seed)
+            continue
+        found = search(problem, seed=seed, seconds=60, relaxed=relaxed)
+        check_claims(problem, found)
+        one = evaluate(cluster, job, baselines.inart(problem, np.random.default_rng(seed), relaxed)).rate
+        ours.append(1 - found.rate / best.rate)
+        rounded.append(1 - one / best.rate)
+    print(f"{make.__name__}, seeds {seeds[0]} to {seeds[-1]}: {len(ours)} proven; not {not_proven}")
+    for way, below in (("planned", ours), ("one random rounding", rounded)):
+        print(f"{way:20}  {statistics.fmean(below):7.2%} below on average, {max(below):7.2%} at worst")
+    assert len(not_proven) <= 0.03 * len(seeds), not_proven
+    assert statistics.fmean(ours) <= 0.02 and max(ours) <= 0.08

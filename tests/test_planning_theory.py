@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.cluster.network import Cluster
-from penstock.planning.conflict import conflict
+from penstock.planning.conflict import Conflict, conflict
 from penstock.planning.problem import Problem
 from penstock.planning.relax import Relaxed, relax
 from penstock.planning.split import maximum
@@ -146,9 +146,10 @@ def test_what_stands_against_a_rate(seed: int) -> None:
     cluster = random_cluster(rng) if seed % 2 else random_mesh(rng)
     problem = Problem(cluster, cluster.jobs[0], levels=1)
     bound = relax(problem).bound
-    assert conflict(problem, bound * 0.99) == []
-    named = conflict(problem, bound * 1.01)
-    assert named, f"seed {seed}"
+    assert conflict(problem, bound * 0.99) == Conflict([], True)
+    found = conflict(problem, bound * 1.01)
+    named = found.limits
+    assert named and found.is_smallest, f"seed {seed}"
     limits = {f"{resource.name} ": number for number, resource in enumerate(problem.resources)}
     numbers = [number for start, number in limits.items() if any(f"{each} ".startswith(start) for each in named)]
     for spared in [None, *numbers]:

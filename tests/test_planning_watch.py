@@ -26,7 +26,8 @@ from penstock.cluster import deployment as deployments
 from penstock.cluster import file, generate
 from penstock.cluster.network import Cluster
 from penstock.planning.deploy import deployment
-from penstock.planning.replan import Gone, Loads, Patience
+from penstock.planning.evaluate import evaluate
+from penstock.planning.replan import Gone, Loads, Patience, State, decide, left_of
 from penstock.planning.scheme import Scheme
 from penstock.tools.bench.aggregated.cluster import Daemons, Orders
 from penstock.tools.bench.program import run_program
@@ -80,14 +81,87 @@ def test_events_from_standard_input(path: pathlib.Path, tmp_path: pathlib.Path) 
     said = run('{"gone": "link leaf1-spine0"}', "", '{"back": "link leaf1-spine0"}')
     assert "link leaf1-spine0 is dead; changed" in said.output and "is back" in said.output, said.output
     assert "spine1" in output.read_text()
+    text = output.read_text()
+    assert text.startswith("# Changed while the job ran: link leaf1-spine0 is dead\n# Planned: 50 Mbit/s a worker\n"), (
+        text
+    )
+    assert "# Bound: 50 Mbit/s\n# Gap: 0.0% below the bound\n# Full: link " in text
+    assert CliRunner().invoke(main, ["plan", "watch", str(path)]).exit_code == 2
+
+
+def test_a_wrong_event_is_told_and_the_next_one_counts(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """A slip of the keyboard ends nothing; what is gone is remembered, also where a worker is cut off by it, until it is back."""
+    output = tmp_path / "next.yaml"
+
+    def run(*events: str) -> Any:
+        output.unlink(missing_ok=True)
+        return CliRunner().invoke(main, ["plan", "watch", str(path), "-o", str(output)], input="\n".join(events))
+
+    dead = '{"gone": "link leaf1-spine0"}'
     for wrong, words in (
-        ('{"gone": "link x"}', "names link x, which the cluster does not have"),
+        ('{"gone": "aggregator a7"}', "names aggregator a7, which the cluster does not have"),
+        ('{"gone": "server s0"}', "names server s0, without which nothing can be summed"),
         ('{"loads": {"link h0": 5}}', "event 1"),
         ("gone", "event 1: 'gone' is none of"),
+        ('{"gone": "link h1"}', "link h1: no way is left to worker on h1"),
     ):
-        said = run(wrong)
-        assert said.exit_code == 1 and words in said.output, said.output
-    assert CliRunner().invoke(main, ["plan", "watch", str(path)]).exit_code == 2
+        said = run(wrong, '{"back": "link h1"}', dead)
+        told = next(line for line in said.output.splitlines() if line.startswith("nothing changes: "))
+        assert said.exit_code == 0 and words in told, said.output
+        assert "link leaf1-spine0 is dead; changed" in said.output and "spine1" in output.read_text(), said.output
+    said = run('{"gone": "link h1"}', dead)
+    assert said.output.count("no way is left to worker on h1") == 2 and not output.exists(), said.output
+    said = run('{"gone": "link h1"}', dead, '{"back": "link h1"}')
+    assert "link leaf1-spine0 is dead; changed" in said.output, said.output
+
+
+def test_what_is_measured_takes_the_place_of_the_files_background() -> None:
+    """Others' load on a link that the file knows of is not counted twice; what is not measured is as the file says."""
+    made = cluster().with_link("leaf0-spine0", background_bit_s=20 * MBIT)
+    (job,) = made.jobs
+    rates = []
+    for loads in ({}, {"link leaf0-spine0": 20.0 * MBIT}, {"link leaf0-spine0": 0.0}, {"link leaf0-spine1": 0.0}):
+        _, decision = decide(made, job, State(SCHEME), Loads(loads), seconds=0.2)
+        rates.append(
+            round(evaluate(left_of(made, job, State(SCHEME, background=loads)), job, SCHEME, loads).rate / MBIT)
+        )
+        assert decision.rate >= rates[-1] * MBIT * (1 - 1e-6)
+    assert rates == [30, 30, 50, 30]
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_a_meter_sees_a_link_that_is_down_and_what_ranks_still_use(tmp_path: pathlib.Path) -> None:
+    """A link whose interface is down is gone until it is up again, and as long as servers have the tree of an earlier plan, its
+    loads are the job's own."""
+    made = cluster()
+    (job,) = made.jobs
+    other = Scheme({"s0": 1.0}, {"s0": ("a0", "a0", None)}, routes={"s0": {2: ("h2", *OTHER_WAY[1:])}})
+    with Testbed(cluster=made, offloads=False) as bed:
+        meter = watched.Meter(bed, job)
+        assert meter.events(SCHEME) == [Loads({})]
+        bed.popen("h1", ["ip", "link", "set", bed.interface, "down"]).wait(20)
+        assert meter.events(SCHEME)[0] == Gone("link h1")
+        bed.popen("h1", ["ip", "link", "set", bed.interface, "up"]).wait(20)
+        assert meter.events(SCHEME)[0] == Gone("link h1", is_back=True)
+        # Half of a second's look at 10 Mbit/s a worker: the servers tell the first plan's tree.
+        meter.events(other)
+        addresses = {each.name: made.address(each) or "" for each in made.aggregators}
+
+        def look(at: float, moved: int, trees: dict[str, frozenset[int]]) -> watched._Look:
+            crossed = {link.name: (0, 0) for link in made.links} | {"leaf0-spine0": (moved, moved)}
+            return watched._Look(at, crossed, {("s0", 1, "child"): moved}, {("s0", 1): trees})
+
+        first = {addresses["a0"]: frozenset({0, 1}), addresses["a1"]: frozenset({2})}
+        for trees, running, left in ((first, SCHEME, {}), ({addresses["a1"]: frozenset({0, 1, 2})}, other, None)):
+            meter._before = look(0.0, 0, trees)
+            looked = look(1.0, 10 * MBIT // 8, trees)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(meter, "_look", lambda looked=looked: (looked, set()))
+                assert meter._running(looked, meter._before) == running
+                (loads,) = meter.events(other)
+                assert isinstance(loads, Loads)
+                assert loads.background == ({"link leaf0-spine0": 10.0 * MBIT} if left is None else left)
 
 
 @needs_namespaces
@@ -208,12 +282,14 @@ def test_a_meter_sees_a_dead_aggregator(path: pathlib.Path, tmp_path: pathlib.Pa
     assert decision.is_changed and "a1" not in decision.scheme.via["s0"], decision
 
 
-def _steps(path: str, other: str, steps: int, stopped: str) -> list[list[str]]:
-    """Sums in every step, through whichever deployment the file says; rank 0 replaces it in the middle."""
+def _steps(path: str, other: str, left: str, steps: int, stopped: str) -> list[list[str]]:
+    """Sums in every step, through whichever deployment the file says; rank 0 replaces it in the middle. Another one is older
+    than the group."""
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     penstock.init(deployment=path)
     group = dist.new_group(backend="penstock")
+    assert penstock.torch.switched(group, left) is group, "an earlier run's"
     parents = []
     for step in range(steps):
         if step == steps // 2:
@@ -241,9 +317,10 @@ def _steps(path: str, other: str, steps: int, stopped: str) -> list[list[str]]:
 
 
 def test_a_job_switches_between_two_steps(tmp_path: pathlib.Path) -> None:
-    """Every step's sums are right, through one aggregator before and another after, although the first is killed in between."""
+    """Every step's sums are right, through one aggregator before and another after, although the first is killed in between. A
+    file that was there before the group is not taken."""
     with Daemon("server") as server, Daemon("aggregator") as first, Daemon("aggregator") as second:
-        for name, aggregator in (("now", first), ("next", second)):
+        for name, aggregator in (("now", first), ("next", second), ("left", second)):
             tree = [{"aggregator": aggregator.address, "workers": [0, 1]}]
             section = {"servers": [{"address": server.address, "tree": tree}]}
             (tmp_path / f"{name}.yaml").write_text(json.dumps({"version": 1, "aggregated": section}))
@@ -257,7 +334,7 @@ def test_a_job_switches_between_two_steps(tmp_path: pathlib.Path) -> None:
 
         killer = threading.Thread(target=kill)
         killer.start()
-        arguments = (str(tmp_path / "now.yaml"), str(tmp_path / "next.yaml"), 6, str(stopped))
+        arguments = (*(str(tmp_path / f"{name}.yaml") for name in ("now", "next", "left")), 6, str(stopped))
         values = ranks.run(_steps, count=2, args=arguments)
         killer.join()
         assert values == [[[first.address]] * 3 + [[second.address]] * 3] * 2, values
@@ -265,8 +342,8 @@ def test_a_job_switches_between_two_steps(tmp_path: pathlib.Path) -> None:
 
 def test_what_is_no_event_is_refused() -> None:
     """Good ones come out as they were told."""
-    lines = ['{"gone": "link r0"}', "", '{"back": "aggregator a"}', '{"loads": {"link r0": "2 Mbit/s"}}']
-    assert list(watched.events_of(iter(lines))) == [
+    lines = ['{"gone": "link r0"}', '{"back": "aggregator a"}', '{"loads": {"link r0": "2 Mbit/s"}}']
+    assert [watched.event_of(line, 1) for line in lines] == [
         Gone("link r0"),
         Gone("aggregator a", is_back=True),
         Loads({"link r0": 2e6}),

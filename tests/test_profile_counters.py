@@ -349,7 +349,7 @@ def test_the_counters_of_ranks_are_what_their_collectives_moved(tmp_path: pathli
     payload = 10 * (4 << 20)
     for path, start in zip(paths, before, strict=True):
         sent = highest(path, "streams.eth0.tx_bytes") - highest(path, "streams.eth0.resent_bytes") - start
-        assert payload <= sent <= 1.02 * payload
+        assert payload <= sent <= 1.05 * payload
         assert len(events(path, "stream")) >= 16
 
 

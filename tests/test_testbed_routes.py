@@ -185,14 +185,14 @@ def test_plans_run_on_a_testbed(tmp_path: pathlib.Path) -> None:
     assert said.exit_code == 0, said.output
     runs = [carried.Ran(**run) for run in json.loads(path.read_text())["runs"]]
     assert [(run.instance, run.way) for run in runs] == [
-        (name, way) for name, (_, other) in carried.INSTANCES.items() for way in (carried.PLANNED, other)
+        (name, way) for name, (_, others) in carried.INSTANCES.items() for way in (carried.PLANNED, *others)
     ]
     planned = {run.instance: run for run in runs if run.way == carried.PLANNED}
-    assert [round(run.planned_bit_s / 1e6) for run in planned.values()] == [50, 48]
+    assert [round(run.planned_bit_s / 1e6) for run in planned.values()] == [50, 48, 48]
     for run in planned.values():
         # What is sent again makes a share larger, headers too: routes that are not taken would double or empty it.
         whole = sum(counted for _, counted in run.links.values()) / sum(load for load, _ in run.links.values())
-        assert {"leaf0-spine0", "leaf0-spine1"} <= run.links.keys()
+        assert run.instance == "figure 1" or {"leaf0-spine0", "leaf0-spine1"} <= run.links.keys()
         for name, (load, counted) in run.links.items():
             assert 0.6 < counted / load / whole < 1.5, (name, run)
     assert re.search(r"unequal servers +planned +50\.0", said.output), said.output

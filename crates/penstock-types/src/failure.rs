@@ -80,6 +80,12 @@ impl Failure {
         Failure { kind, message: message.into(), group_lives: true, is_reported: false }
     }
 
+    /// The same for an operation that was issued afterwards, which it names.
+    #[must_use]
+    pub fn of_later(&self, operation: &str) -> Failure {
+        Failure { message: format!("{operation} was not begun: {}", self.message), ..self.clone() }
+    }
+
     /// The message with the state of the group, for readers who see the kind beside it.
     #[must_use]
     pub fn text(&self) -> String {

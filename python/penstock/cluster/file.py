@@ -73,6 +73,8 @@ class _Reading:
         self._places: dict[str, str] = {}
 
     def cluster(self, top: Entry) -> dict[str, Any]:
+        # For what is missing, which has no place of its own.
+        self._places[""] = top.place
         optional = ("switches", "defaults", "links", "aggregators", "servers", "jobs")
         fields = self._fields(top, ("version", "hosts"), optional)
         fields["version"].number("1: it is the version of the format", lambda value: value == 1)

@@ -82,7 +82,7 @@ def inart(problem: Problem, rng: np.random.Generator, relaxed: Relaxed | None = 
 
 def equal_inart(problem: Problem, rng: np.random.Generator) -> Scheme:
     """The paper's R-InArt: equal parts, and one random rounding of the ways that are best for them."""
-    relaxed = relax(problem, equal=True)
+    relaxed = relax(problem, fractions=np.ones(len(problem.servers)))
     ways = within_limits(problem, rounded(problem, relaxed, rng))
     return scheme_of(problem, np.ones(len(problem.servers)), routed(problem, ways, relaxed.rates, (relaxed, rng)))
 

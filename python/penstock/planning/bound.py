@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from penstock.extras import installed
 from penstock.planning.problem import Problem
 from penstock.planning.relax import Relaxed
 
@@ -20,7 +21,9 @@ def bound_of_all(problem: Problem, relaxed: Relaxed) -> float:
     if relaxed.is_solved and problem.candidates is None and not problem.routes_left_out():
         return relaxed.bound
     jobs = len(problem.jobs)
-    rate = min(problem.most)
+    rate = min(min(problem.most), _of_servers(problem))
+    if not installed("scipy"):
+        return rate
     equal = np.full(jobs, 1 / jobs) if jobs > 1 else np.ones(1)
     if relaxed.is_solved:
         duals = relaxed.duals
@@ -41,6 +44,32 @@ def bound_of_all(problem: Problem, relaxed: Relaxed) -> float:
                     weighed[number] = prices[number] * of_servers
             rate = min(rate, _bound(problem, weighed, np.zeros(jobs), equal, None))
     return rate
+
+
+def _of_servers(problem: Problem) -> float:
+    """What servers take in at all, and their links carry, shared out among the jobs."""
+    found = 0.0
+    for name in dict.fromkeys(problem.servers):
+        server = problem.cluster.server[name]
+        ingress = problem.intake_of_server[problem.servers.index(name)]
+        rooms = [np.inf if ingress is None else float(problem.room[ingress])]
+        if all(server.at not in job.workers for job in problem.jobs) and not any(
+            each.at == server.at for each in problem.cluster.aggregators
+        ):
+            # What comes from the host itself crosses none of its links.
+            links = problem.cluster.links_of[server.at]
+            rooms.append(
+                sum(
+                    np.inf
+                    if link.rate_bit_s is None
+                    else max(
+                        link.rate_bit_s - link.background_bit_s - problem.background.get(f"link {link.name}", 0.0), 0.0
+                    )
+                    for link in links
+                )
+            )
+        found += min(rooms)
+    return found / len(problem.jobs)
 
 
 def _bound(

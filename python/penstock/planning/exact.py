@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+
 import numpy as np
 
 from penstock.planning.problem import Problem
-from penstock.planning.solve import Solved, best_rates
+from penstock.planning.solve import Solved, best_rates, worth_writing
 from penstock.planning.tree import Tree
 
 __all__ = ["exact"]
@@ -94,13 +100,14 @@ def exact(problem: Problem, seconds: float = 60.0) -> tuple[Solved, bool]:
     aim[:parts] = -1.0
     rows, columns, values = zip(*entries, strict=True)
     matrix = coo_array((values, (rows, columns)), shape=(len(low), len(aim))).tocsr()
-    found = milp(
-        aim,
-        constraints=LinearConstraint(matrix, low, high),
-        integrality=is_whole,
-        bounds=Bounds(0, 1),
-        options={"time_limit": seconds, "mip_rel_gap": 1e-6},
-    )
+    with _quiet():
+        found = milp(
+            aim,
+            constraints=LinearConstraint(matrix, low, high),
+            integrality=is_whole,
+            bounds=Bounds(0, 1),
+            options={"time_limit": seconds, "mip_rel_gap": 1e-6},
+        )
     if found.x is None:
         raise RuntimeError(f"HiGHS found nothing in {seconds} s: {found.message}")
 
@@ -116,5 +123,26 @@ def exact(problem: Problem, seconds: float = 60.0) -> tuple[Solved, bool]:
             v, route = chosen(ways)
             tree.put(c, v, route, 1)
         trees.append(tree)
-    best = best_rates(problem, trees)
+    best = worth_writing(problem, trees, best_rates(problem, trees))
     return Solved(best.rate, best.rates, trees, found.status != 0), found.status == 0
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """HiGHS prints a debugger's line now and then, whatever it was told: not among what a command says."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        # What C keeps of it goes there, too.
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)

@@ -89,6 +89,11 @@ class Problem:
         for job in self.jobs:
             if len(job.workers) < 2:
                 raise cluster.wrong(f"jobs.{job.name}.workers", "is one rank, which has nothing to sum with others")
+            if job.gradient_bytes is not None and job.gradient_bytes < len(cluster.servers):
+                raise cluster.wrong(
+                    f"jobs.{job.name}.gradient",
+                    f"is {job.gradient_bytes} B, and each of {len(cluster.servers)} servers needs one byte for its part",
+                )
         self.cluster, self.routes = cluster, routes or Routes(cluster)
         self.background = dict(background or {})
         self.job_of = np.repeat(np.arange(len(self.jobs)), len(cluster.servers))
@@ -168,6 +173,12 @@ class Problem:
         return ConfigError(
             f"{below}: a server or an aggregator has at most {MOST_CHILDREN} children, a switch 16, in {self.levels} "
             f"level{'s' if self.levels > 1 else ''} of aggregators; the file needs more aggregators"
+        )
+
+    def unlimited(self) -> ConfigError:
+        names = " or ".join(job.name for job in self.jobs)
+        return ConfigError(
+            f"nothing limits a way that {names} can take: give its links a rate, or its server an ingress"
         )
 
     def class_prices(self, s: int, prices: np.ndarray) -> np.ndarray:

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import Config as ConfigError
+from penstock.extras import installed
 from penstock.planning.problem import Problem
+from penstock.planning.solver import linear
 
 __all__ = ["Duals", "Program", "Relaxed", "relax"]
 
@@ -36,7 +37,7 @@ class Relaxed:
     duals: Duals
     """The shadow prices."""
     is_solved: bool = True
-    """False: the time ended first; the bound is infinite, and all parts have one rate."""
+    """False: the time ended first, or there is no solver; the bound is infinite, and all parts have one rate."""
 
     @property
     def prices(self) -> np.ndarray:
@@ -68,8 +69,8 @@ class Program:
     More than 16 fields: a matrix is made of lists that grow together, and each kind of row keeps its numbers for the prices.
     """
 
-    def __init__(self, problem: Problem, equal: bool = False) -> None:
-        """``equal``: all servers of a job have equal parts of its model."""
+    def __init__(self, problem: Problem, fractions: np.ndarray | None = None) -> None:
+        """``fractions``, by part: the split of each job's model stays as it is."""
         self.problem = problem
         self.columns = len(problem.servers)
         self.rows: list[int] = []
@@ -92,7 +93,7 @@ class Program:
         for s in range(len(problem.servers)):
             self._part(s)
         self._routes()
-        self._jobs(equal)
+        self._jobs(fractions)
 
     def column(self) -> int:
         self.columns += 1
@@ -182,15 +183,17 @@ class Program:
                     self._add(resource, share, 1.0)
             self.equals(0.0, *((share, 1.0) for share in shares), *((column, -1.0) for column in columns))
 
-    def _jobs(self, equal: bool) -> None:
+    def _jobs(self, fractions: np.ndarray | None) -> None:
         problem = self.problem
         parts = [np.flatnonzero(problem.job_of == job) for job in range(len(problem.jobs))]
         for job, most in enumerate(problem.most):
             if np.isfinite(most):
                 self.rows_of_most[job] = self.most(most / problem.scale, *((int(s), 1.0) for s in parts[job]))
-            if equal:
-                for s in parts[job][1:]:
-                    self.equals(0.0, (int(parts[job][0]), 1.0), (int(s), -1.0))
+            if fractions is not None:
+                largest = int(max(parts[job], key=lambda s: fractions[s]))
+                for s in map(int, parts[job]):
+                    if s != largest:
+                        self.equals(0.0, (largest, float(fractions[s])), (s, -float(fractions[largest])))
         self.aim: dict[int, float] = {int(s): 1.0 for s in parts[0]}
         if len(parts) > 1:
             self.slowest = self.column()
@@ -198,41 +201,38 @@ class Program:
             for each in parts:
                 self.rows_of_jobs.append(self.most(0.0, (self.slowest, 1.0), *((int(s), -1.0) for s in each)))
 
-    def solve(self, **options: Any) -> Any:
-        """scipy's result."""
-        from scipy.optimize import linprog
+    def solve(self, seconds: float | None = None) -> Any:
+        """scipy's result; None if the time ended first."""
         from scipy.sparse import coo_array
 
         aim = np.zeros(self.columns)
         for column, value in self.aim.items():
             aim[column] = -value
         rows, of, values, limits = self.equal
-        return linprog(
-            aim,
-            A_ub=coo_array((self.values, (self.rows, self.of)), shape=(len(self.limits), self.columns)).tocsr(),
-            b_ub=np.array(self.limits),
-            A_eq=coo_array((values, (rows, of)), shape=(len(limits), self.columns)).tocsr(),
-            b_eq=np.array(limits),
-            **{"method": "highs-ipm" if self.columns > _LARGE else "highs", **options},
-        )
+        program = {
+            "c": aim,
+            "A_ub": coo_array((self.values, (self.rows, self.of)), shape=(len(self.limits), self.columns)).tocsr(),
+            "b_ub": np.array(self.limits),
+            "A_eq": coo_array((values, (rows, of)), shape=(len(limits), self.columns)).tocsr(),
+            "b_eq": np.array(limits),
+            "method": "highs-ipm" if self.columns > _LARGE else "highs",
+        }
+        return linear(program, self.columns, seconds)
 
 
-def relax(problem: Problem, *, equal: bool = False, seconds: float | None = None, **options: Any) -> Relaxed:
-    """Solve the relaxed problem exactly; with ``equal`` for equal parts of each model. ``seconds``: at most.
+def relax(problem: Problem, *, fractions: np.ndarray | None = None, seconds: float | None = None) -> Relaxed:
+    """Solve the relaxed problem exactly; with ``fractions``, by part, for a split of the models that stays. ``seconds``: at most.
+    Without scipy it is not solved.
 
     Raises:
         penstock.errors.Config: nothing limits a rate.
     """
-    program = Program(problem, equal)
-    if seconds is not None:
-        options = {"options": {"time_limit": seconds}, **options}
-    found = program.solve(**options)
-    if found.status == _OUT_OF_TIME:
+    program = Program(problem, fractions)
+    found = program.solve(seconds) if installed("scipy") else None
+    if found is None:
         return _unsolved(problem)
     if found.status == _UNBOUNDED:
-        raise ConfigError(
-            f"nothing limits a way that {problem.jobs[0].name} can take: give its links a rate, or its server an ingress"
-        )
+        raise problem.unlimited()
     if not found.success:
         raise RuntimeError(f"the relaxed problem has a solution, all zeros, and HiGHS says: {found.message}")
     x = found.x.clip(0) * problem.scale
@@ -292,7 +292,7 @@ def _duals(program: Program, upper: np.ndarray, equal: np.ndarray) -> Duals:
 
 # Beyond so many columns the interior-point method is faster: with 7,600, a fat-tree of 54 hosts, 0.5 s in place of 9.
 _LARGE = 1000
-# scipy's numbers.
-_OUT_OF_TIME, _UNBOUNDED = 1, 3
+# scipy's number.
+_UNBOUNDED = 3
 # Flows below this share of the problem's scale are the solver's noise.
 _NOISE = 1e-9

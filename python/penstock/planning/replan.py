@@ -20,12 +20,13 @@ from penstock.planning.solve import improved, scheme_of
 from penstock.planning.starts import Ways, routed, within_limits
 from penstock.planning.tree import Tree
 
-__all__ = ["Decision", "Event", "Gone", "Loads", "Patience", "State", "decide", "without"]
+__all__ = ["Decision", "Event", "Gone", "Loads", "Patience", "State", "decide", "left_of", "noted", "without"]
 
 
 @dataclass(frozen=True)
 class Loads:
-    """What others send was measured: bits a second by name, "link r0", "aggregator a0"; of a link's directions the larger."""
+    """What others send was measured: bits a second by name, "link r0", "aggregator a0"; of a link's directions the larger. All
+    that was measured before is forgotten. Of what is named it takes the place of the cluster's ``background`` and ``used``."""
 
     background: Mapping[str, float]
 
@@ -95,8 +96,8 @@ def decide(
             event names what the cluster lacks. The old state still holds.
     """
     patience = patience or Patience()
-    state = _after(cluster, state, event)
-    left = without(cluster, job, state.gone, state.scheme)
+    state = noted(cluster, state, event)
+    left = left_of(cluster, job, state)
     is_dead = _uses(cluster, job, state.scheme, state.gone)
     now = 0.0 if is_dead else evaluate(left, job, state.scheme, state.background).rate
     if isinstance(event, Gone) and not is_dead:
@@ -136,6 +137,26 @@ def decide(
         told = f"{gain}, for {count} of {patience.measurements} measurements"
         return dataclasses.replace(state, better_for=count), Decision(state.scheme, False, told, now, 0)
     return dataclasses.replace(state, scheme=found, better_for=0), Decision(found, True, gain, rate, moved)
+
+
+def left_of(cluster: Cluster, job: Job, state: State) -> Cluster:
+    """The cluster without what is dead, and without the loads that the file says of what has been measured since.
+
+    Raises:
+        penstock.errors.Config: a worker, or a server that has a part, is cut off.
+    """
+    measured = dataclasses.replace(
+        cluster,
+        links=tuple(
+            dataclasses.replace(link, background_bit_s=0) if f"link {link.name}" in state.background else link
+            for link in cluster.links
+        ),
+        aggregators=tuple(
+            dataclasses.replace(each, used_bit_s=0) if f"aggregator {each.name}" in state.background else each
+            for each in cluster.aggregators
+        ),
+    )
+    return without(measured, job, state.gone, state.scheme)
 
 
 def without(cluster: Cluster, job: Job, gone: frozenset[str], scheme: Scheme | None = None) -> Cluster:
@@ -237,14 +258,19 @@ def _reroute(problem: Problem, s: int, tree: Tree, scheme: Scheme) -> None:
                 tree.put(c, v, route, many)
 
 
-def _after(cluster: Cluster, state: State, event: Event) -> State:
+def noted(cluster: Cluster, state: State, event: Event) -> State:
+    """The state with what an event says, before anything is decided.
+
+    Raises:
+        penstock.errors.Config: it names what the cluster lacks.
+    """
     for name in event.background if isinstance(event, Loads) else (event.name,):
         kind, _, of = name.partition(" ")
         known = {"link": set(cluster.link), "aggregator": set(cluster.aggregator), "server": set(cluster.server)}
         if of not in known.get(kind, set()) or (isinstance(event, Gone) and kind == "server"):
-            raise ConfigError(
-                f"an event names {name}, which the cluster does not have, or which cannot be done without"
-            )
+            without_it = kind == "server" and of in cluster.server
+            why = "without which nothing can be summed" if without_it else "which the cluster does not have"
+            raise ConfigError(f"an event names {name}, {why}")
     if isinstance(event, Loads):
         return dataclasses.replace(state, background=dict(event.background))
     gone = state.gone - {event.name} if event.is_back else state.gone | {event.name}

@@ -27,7 +27,12 @@ class Planned:
     rate: float
     """What each of its workers sends while the others send at theirs; bits a second."""
     bound: float
-    """In turn: what it could have at most beside those before it. Jointly: what the slowest job could have at most."""
+    """In turn: its share of what it could have at most beside those before it. Jointly: what the slowest job could have."""
+    levels: int
+    is_out_of_time: bool
+    """Whether the time ended the search."""
+    is_relaxed: bool
+    """Whether the linear program was solved: else the bound is from prices that know no plan."""
 
 
 def in_turn(
@@ -49,7 +54,8 @@ def in_turn(
         scheme = scheme_of(problem, best.rates, best.trees)
         left = len(jobs) - number
         rate = best.rate / left
-        found.append(Planned(job, scheme, rate, bound_of_all(problem, relaxed) / left))
+        bound = bound_of_all(problem, relaxed) / left
+        found.append(Planned(job, scheme, rate, bound, problem.levels, best.is_out_of_time, relaxed.is_solved))
         for name, load in loads_of(cluster, job, scheme).items():
             background[name] = background.get(name, 0.0) + load * rate
     return found
@@ -69,6 +75,6 @@ def joint(
     bound = bound_of_all(problem, relaxed)
     rates = np.bincount(problem.job_of, weights=best.rates, minlength=len(jobs))
     return [
-        Planned(job, scheme, float(rate), bound)
+        Planned(job, scheme, float(rate), bound, problem.levels, best.is_out_of_time, relaxed.is_solved)
         for job, scheme, rate in zip(jobs, schemes_of(problem, best.rates, best.trees), rates, strict=True)
     ]

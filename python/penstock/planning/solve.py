@@ -22,7 +22,7 @@ from penstock.planning.split import Split, split
 from penstock.planning.starts import Ways, filled, nearest, routed, starts, within_limits
 from penstock.planning.tree import Tree
 
-__all__ = ["Solved", "best_rates", "improved", "scheme_of", "schemes_of", "search"]
+__all__ = ["Solved", "best_rates", "improved", "scheme_of", "schemes_of", "search", "worth_writing"]
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,33 @@ def improved(
 
 
 def best_rates(problem: Problem, trees: Sequence[Tree], fractions: np.ndarray | None = None) -> Split:
-    """The best rates for these ways."""
+    """The best rates for these ways.
+
+    Raises:
+        penstock.errors.Config: nothing limits a rate.
+    """
     loads = np.array([tree.loads for tree in trees])
-    return split(loads, problem.room, problem.job_of, problem.most, fractions)
+    try:
+        return split(loads, problem.room, problem.job_of, problem.most, fractions)
+    except OverflowError:
+        raise problem.unlimited() from None
+
+
+def worth_writing(problem: Problem, trees: Sequence[Tree], found: Split) -> Split:
+    """The best rates for these ways without the parts that a `Scheme` leaves out for being small: so that what is written sends
+    at these rates, and not the others' parts at somewhat more than was planned for them."""
+    loads = np.array([tree.loads for tree in trees])
+    kept = np.ones(len(trees), dtype=bool)
+    while True:
+        totals = np.bincount(problem.job_of, weights=found.rates, minlength=len(problem.jobs))[problem.job_of]
+        small = kept & (totals > 0) & (found.rates <= LEAST_FRACTION * totals)
+        if not small.any():
+            return found
+        kept &= ~small
+        again = split(loads[kept], problem.room, problem.job_of[kept], problem.most)
+        rates = np.zeros(len(trees))
+        rates[kept] = again.rates
+        found = replace(again, rates=rates)
 
 
 def scheme_of(problem: Problem, rates: np.ndarray, trees: Sequence[Tree], *, every_route: bool = False) -> Scheme:
@@ -190,8 +214,9 @@ class _Search:
 
     def solved(self) -> Solved:
         assert self.best is not None
-        best = self.best
-        return Solved(best.split.rate, best.split.rates, best.trees, time.monotonic() > self.until)
+        trees, is_over = self.best.trees, time.monotonic() > self.until
+        found = self.best.split if self.fractions is not None else worth_writing(self.problem, trees, self.best.split)
+        return Solved(found.rate, found.rates, trees, is_over)
 
     def kick(self, rng: np.random.Generator) -> bool:
         """Draws some ways of the best scheme anew, out of a place where no single change helps; whether that led to a better

@@ -50,6 +50,8 @@ def together_s(dist: Any, address: str, size: int, flows: int, ports: tuple[int,
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, address)
     first = [everyone.index(each) for each in dict.fromkeys(everyone)]
+    if len(first) < 2:
+        return None
     mesh = None
     if dist.get_rank() in first:
         try:

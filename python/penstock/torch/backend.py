@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -45,13 +46,16 @@ def create(options: Any, pg_options: Any) -> Any:
     global_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     rank = options.group_rank
     name = getattr(options, "group_id", "") or "default"
+    made_ns = time.time_ns()
     # A deployment is for all ranks of the job.
     everybody = not dist.is_initialized() or len(global_ranks) == dist.get_world_size()
     check, known = _check_known(global_ranks)
     membership = groups.join(
         options.store, rank, global_ranks, options.timeout, name, aggregate=everybody, check=check, known=known
     )
-    return _CLASS(membership, options.timeout)
+    made = _CLASS(membership, options.timeout)
+    made.made_ns = made_ns
+    return made
 
 
 def _check_known(ranks: Sequence[int]) -> tuple[Callable[[], None] | None, Mapping[int, str]]:

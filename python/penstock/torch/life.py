@@ -34,6 +34,8 @@ class Life:
 
     _member: groups.Membership
     _timeout: timedelta
+    made_ns: int = 0
+    """Since the epoch: when making the group began. Deployment files that are older are not switched to (`switch.py`)."""
 
     def _setup(self, membership: groups.Membership, timeout: timedelta) -> None:
         self._member = membership

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -14,8 +15,8 @@ __all__ = ["switched"]
 
 
 def switched(group: Any, deployment: str) -> Any:
-    """The group for the next step: this one, or, where rank 0's file is another deployment than this group's, a new group with
-    that. All ranks of the job call it between two steps, when no operation of the group runs.
+    """The group for the next step: this one, or, where rank 0's file has become another deployment than this group's, a new group
+    with that. All ranks of the job call it between two steps, when no operation of the group runs.
 
     What was reduced stays, and the new group's servers and aggregators begin with the next all-reduce, so no gradient is lost. A
     `GradientReducer` belongs to its group: make another one when the group is another.
@@ -23,7 +24,9 @@ def switched(group: Any, deployment: str) -> Any:
     Args:
         group: of all ranks, from ``dist.new_group(backend="penstock")`` or from here; not the default group, which torch cannot
             replace.
-        deployment: the file's path. Only rank 0 needs it. Where it is not there, or no deployment, nothing is switched.
+        deployment: the file's path. Only rank 0 needs it. Where it is not there, or no deployment, nothing is switched; nor where
+            it was last changed before the group was made: what an earlier run left is not taken. Start with it
+            (PENSTOCK_DEPLOYMENT) to go on with it.
 
     Returns: the group; if it is another, the old one is destroyed and its jobs are closed.
 
@@ -35,16 +38,30 @@ def switched(group: Any, deployment: str) -> Any:
     """
     if group is None or group is dist.group.WORLD:
         raise ConfigError("the default group cannot be replaced: reduce in one of dist.new_group(backend='penstock')")
-    now = backend.of(group).deployment
+    own = backend.of(group)
     told: list[str | None] = [None]
+    changed_ns = 0
     if dist.get_rank(group) == 0:
-        # A file that is not whole yet is read at the next step.
-        text = groups.read_deployment(deployment, f"switched(deployment={deployment!r})")
-        told = [text if text != now else None]
+        # Looked at before the file is read: what comes in between is read at the next step, as is a file that is not whole yet.
+        changed_ns = _changed_ns(deployment)
+        if changed_ns > own.made_ns:
+            text = groups.read_deployment(deployment, f"switched(deployment={deployment!r})")
+            told = [text if text != own.deployment else None]
     dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
     if told[0] is None:
         return group
     with groups.using(told[0], deployment):
         fresh = dist.new_group(backend="penstock")
+    if changed_ns:
+        # A change while the group was made counts.
+        backend.of(fresh).made_ns = changed_ns
     dist.destroy_process_group(group)
     return fresh
+
+
+def _changed_ns(path: str) -> int:
+    """When a file was last written or renamed, by its file system; 0: it is not there."""
+    try:
+        return os.stat(path).st_ctime_ns
+    except OSError:
+        return 0

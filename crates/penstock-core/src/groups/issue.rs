@@ -78,7 +78,7 @@ impl<B> Group<B> {
     ) {
         let known = self.channels.get(&channel).filter(|known| known.is_open);
         if let Some(failure) = self.failed.as_ref().or_else(|| known?.failed.as_ref()) {
-            return host.refused(body, failure.clone());
+            return host.refused(body, failure.of_later(&call.fingerprint.describe()));
         }
         if known.is_none() {
             let message = format!("channel {} of group {} was closed.", channel.0, self.name);

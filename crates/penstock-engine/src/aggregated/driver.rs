@@ -280,7 +280,7 @@ impl Driver {
 
     fn start(&mut self, call: Call, ticket: Ticket) {
         if let Some(failure) = &self.troubles.failed {
-            return ticket.complete(Err(failure.clone()));
+            return ticket.complete(Err(failure.of_later(&format!("aggregated {}", call.fingerprint.describe()))));
         }
         let all_reduce = AllReduce {
             dtype: call.dtype,

@@ -72,16 +72,25 @@ def slow_aggregators() -> Cluster:
     return _two_leaves({"s0": 90, "s1": 90, "a0": 120, "a1": 120}, (60, 60))
 
 
-def _two_leaves(rates: dict[str, int], spines: tuple[int, int]) -> Cluster:
-    """Three workers, an aggregator and a server on each of two leaves, which two spines join; rates in Mbit/s.
+def figure_1() -> Cluster:
+    """The shape of the paper InArt's testbed (section 5.2), with 20 Mbit/s for the unit of its figure 1: workers behind 120 and
+    servers behind 80. Aggregators are hosts behind 120, which the sums to servers and the results share."""
+    return _two_leaves({"s0": 80, "s1": 80}, (800,), 120)
+
+
+def _two_leaves(rates: dict[str, int], spines: tuple[int, ...], rate: int = 100) -> Cluster:
+    """Three workers, an aggregator and a server on each of two leaves, which spines join; rates in Mbit/s, of hosts ``rate``
+    unless ``rates`` says otherwise.
 
     Queues hold what is on its way, 256 blocks of each worker for each server: these figures are about rates, and not about
     what is sent again.
     """
-    cluster = generate.leaf_spine(2, 2, 3, servers=2, rate_bit_s=100 * _MBIT, mtu=9000, queue_bytes=QUEUE_BYTES)
-    rates |= {f"leaf{leaf}-spine{spine}": rate for leaf in (0, 1) for spine, rate in enumerate(spines)}
-    for link, rate in rates.items():
-        cluster = cluster.with_link(link, rate_bit_s=rate * _MBIT)
+    cluster = generate.leaf_spine(
+        2, len(spines), 3, servers=2, rate_bit_s=rate * _MBIT, mtu=9000, queue_bytes=QUEUE_BYTES
+    )
+    rates |= {f"leaf{leaf}-spine{spine}": each for leaf in (0, 1) for spine, each in enumerate(spines)}
+    for link, each in rates.items():
+        cluster = cluster.with_link(link, rate_bit_s=each * _MBIT)
     return cluster
 
 
@@ -95,7 +104,7 @@ def _schemes(cluster: Cluster, seconds: float) -> dict[str, Scheme]:
     found = search(problem, seconds=seconds)
     planned = scheme_of(problem, found.rates, found.trees)
     equal = dataclasses.replace(planned, fractions=dict.fromkeys(planned.fractions, 1 / len(planned.fractions)))
-    return {PLANNED: planned, EQUAL: equal, LBMM: baselines.lbmm(problem)}
+    return {PLANNED: planned, EQUAL: equal, ATP: baselines.atp(problem), LBMM: baselines.lbmm(problem)}
 
 
 def measure(
@@ -113,9 +122,9 @@ def measure(
         BenchError: a daemon or a rank failed or hung, or a result was wrong; with the end of what it said.
         TestbedUnavailable: no emulated cluster here.
     """
-    make, compared = INSTANCES[instance]
+    make, others = INSTANCES[instance]
     cluster = make()
-    ways = {way: scheme for way, scheme in _schemes(cluster, seconds).items() if way in (PLANNED, compared)}
+    ways = {way: scheme for way, scheme in _schemes(cluster, seconds).items() if way in (PLANNED, *others)}
     runs: list[Ran] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -145,7 +154,7 @@ def _run(
     looks: list[list[LinkTraffic]] = []
 
     def obey(order: dict[str, Any]) -> None:
-        if order["order"] == "begin":
+        if order["order"] == "begin" and bed.topology.is_routed:
             carry.carry(bed, job, scheme)
         looks.append(bed.links())
 
@@ -209,12 +218,13 @@ def table(runs: Sequence[Ran]) -> Table:
     return Table("On emulated hosts", columns, lines)
 
 
-PLANNED, EQUAL, LBMM = "planned", "equal parts", "LBMM"
-INSTANCES: dict[str, tuple[Callable[[], Cluster], str]] = {
-    "unequal servers": (unequal_servers, EQUAL),
-    "slow aggregators": (slow_aggregators, LBMM),
+PLANNED, EQUAL, ATP, LBMM = "planned", "equal parts", "ATP", "LBMM"
+INSTANCES: dict[str, tuple[Callable[[], Cluster], tuple[str, ...]]] = {
+    "unequal servers": (unequal_servers, (EQUAL,)),
+    "slow aggregators": (slow_aggregators, (LBMM,)),
+    "figure 1": (figure_1, (ATP, LBMM)),
 }
-"""By name: the cluster, and the way beside the plan."""
+"""By name: the cluster, and the ways beside the plan."""
 QUEUE_BYTES = 16 << 20
 _WITHIN_S = 600.0
 _MBIT = 1_000_000

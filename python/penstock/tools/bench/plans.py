@@ -19,16 +19,16 @@ from typing import Any
 import click
 
 from penstock.cluster import generate
-from penstock.cluster.network import Aggregator, Cluster, End, Host, Job, Link, Server, Switch
+from penstock.cluster.network import Cluster
 from penstock.extras import need
 from penstock.planning.evaluate import evaluate
 from penstock.planning.scheme import Scheme
 from penstock.reports import Axis, Column, Curve, Line, Lines, Next, Page, Panel, Picture, Section, Table, aside, series
-from penstock.tools.bench import machine
+from penstock.tools.bench import figure1, machine
 from penstock.tools.bench.options import check_files, files
 from penstock.tools.bench.output import progress_bar, reporting_errors, result_console, write_json, write_report
 
-__all__ = ["Row", "command", "example", "fat_tree", "measure", "page", "tables"]
+__all__ = ["Row", "command", "fat_tree", "measure", "page", "tables"]
 
 
 @click.command()
@@ -69,8 +69,8 @@ def command(
 ) -> None:
     """Plan the networks of the paper InArt, and compare: a fat-tree of 54 hosts, and figure 1.
 
-    All is computed, on one core; with the defaults it takes about ten minutes. With --testbed two small networks are emulated and
-    carry their plans out, which takes five. See docs/design/planner.md.
+    All is computed, on one core; with the defaults it takes about ten minutes. With --testbed three small networks are emulated
+    and carry their plans out, which takes eight. See docs/design/planner.md.
     """
     need("penstock bench plan", "scipy")
     check_files(json_path=json_path, report_path=report_path)
@@ -93,12 +93,12 @@ def command(
                     done += 1
         times = _times() if large else []
         console = result_console()
-        first = example()
-        for table in [first, *tables(rows), *([_of_times(times)] if times else [])]:
+        small = [figure1.example(), *figure1.testbed()]
+        for table in [*small, *tables(rows), *([_of_times(times)] if times else [])]:
             console.print(table.for_terminal())
         description = machine.describe()
-        write_json(json_path, description, [dataclasses.asdict(row) for row in rows], times=times)
-        write_report(report_path, lambda: page(rows, times, first, description))
+        write_json(json_path, description, [dataclasses.asdict(row) for row in rows], times=times, small=_plain(small))
+        write_report(report_path, lambda: page(rows, times, small, description))
 
 
 def _run(seconds: float, nbytes: int, operations: int, json_path: str | None) -> None:
@@ -191,55 +191,6 @@ def measure(workers: int, servers: int, uneven: bool, seed: int, seconds: float)
     return [*rows, Row(uneven, len(job.workers), servers, seed, BOUND, relaxed.bound, None, None, bound_s)]
 
 
-def example() -> Table:
-    """Section 2.1, figure 1: two servers that take in 4, six workers, two switches that take in 6, links of 6."""
-    from penstock.planning import baselines
-    from penstock.planning.exact import exact
-    from penstock.planning.problem import Problem
-    from penstock.planning.relax import relax
-    from penstock.planning.solve import scheme_of, search
-
-    workers = [f"w{i}" for i in range(1, 7)]
-    at = {worker: "v1" if worker < "w4" else "v2" for worker in workers} | {"s1": "v1", "s2": "v2"}
-    unit = 1_000_000
-    cluster = Cluster(
-        hosts=tuple(Host(name=name) for name in at),
-        switches=(Switch(name="v1"), Switch(name="v2")),
-        links=(
-            *(Link(name=name, ends=(End(name), End(to)), rate_bit_s=6 * unit) for name, to in at.items()),
-            Link(name="v1", ends=(End("v1"), End("v2"))),
-        ),
-        aggregators=tuple(Aggregator(name=name.upper(), at=name, capacity_bit_s=6 * unit) for name in ("v1", "v2")),
-        servers=tuple(Server(name=name, at=name, ingress_bit_s=4 * unit) for name in ("s1", "s2")),
-        jobs=(Job(name="train", workers=tuple(workers)),),
-    )
-    (job,) = cluster.jobs
-    problem = Problem(cluster, job, levels=1)
-    relaxed = relax(problem)
-    found = search(problem, seconds=30, relaxed=relaxed)
-    best, is_proven = exact(problem)
-    paper = Scheme(
-        {"s1": 0.6, "s2": 0.4}, {"s1": ("V1",) * 4 + ("V2",) * 2, "s2": (None, None, None, "V2", "V2", "V2")}
-    )
-
-    def worth(scheme: Scheme) -> str:
-        return f"{evaluate(cluster, job, scheme).rate / unit:.3f}"
-
-    lines = [
-        ("LBMM", worth(baselines.lbmm(problem)), "4/3"),
-        ("ATP", worth(baselines.atp(problem)), "2"),
-        ("the paper's plan", worth(paper), "5/2, as its best"),
-        ("planned", worth(scheme_of(problem, found.rates, found.trees)), ""),
-        ("proven best" if is_proven else "best known", f"{best.rate / unit:.3f}", ""),
-        ("bound", f"{relaxed.bound / unit:.3f}", ""),
-    ]
-    return Table(
-        "Section 2.1, figure 1: sending rate",
-        [Column("way", is_text=True), Column("here"), Column("paper", is_text=True)],
-        [Line(list(line)) for line in lines],
-    )
-
-
 def tables(rows: Sequence[Row]) -> list[Table]:
     """Sending rates, and what follows from them, beside what the paper's text says."""
     rates = [
@@ -270,12 +221,21 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             for way in (INART, R_INART, ATP, LBMM)
             if _ratios(rows, uneven, way)
         }
-        lines.append(Line([_links(uneven), *(f"{ratio:.2f}x" for ratio in ratios.values())]))
+        best = _over_best(rows, uneven)
+        if best:
+            told = f"{statistics.fmean(best):.2f}x, {min(best):.2f}x at least"
+            lines.append(Line([_links(uneven), *(f"{ratio:.2f}x" for ratio in ratios.values()), told]))
     found.append(
         Table(
             "Planned over",
-            [Column("links", is_text=True), *(Column(way) for way in (INART, R_INART, ATP, LBMM))],
+            [
+                Column("links", is_text=True),
+                *(Column(way) for way in (INART, R_INART, ATP, LBMM)),
+                Column("the best of the others"),
+            ],
             lines,
+            note="Means of the networks' ratios. InArt is one random rounding, without repair, and often below R-InArt and ATP: "
+            "the last column has the best of the others in each network.",
         )
     )
     found.append(_beside_the_paper(rows))
@@ -306,7 +266,9 @@ def _beside_the_paper(rows: Sequence[Row]) -> Table:
     )
 
 
-def page(rows: Sequence[Row], times: Sequence[dict[str, Any]], first: Table, description: dict[str, Any]) -> Page:
+def page(
+    rows: Sequence[Row], times: Sequence[dict[str, Any]], small: Sequence[Table], description: dict[str, Any]
+) -> Page:
     """The report."""
     over = {uneven: _ratios(rows, uneven, ATP) for uneven in (False, True)}
     told = " and ".join(
@@ -317,7 +279,7 @@ def page(rows: Sequence[Row], times: Sequence[dict[str, Any]], first: Table, des
         _picture(rows, "workers", [(count, parts) for count, parts in _cases(rows) if parts == 4]),
         *([_picture(rows, "servers", [(48, parts) for parts in by_servers])] if len(by_servers) > 1 else []),
     ]
-    sections = [Section("Sending rates", [*pictures[1:], *tables(rows)]), Section("Figure 1", [first])]
+    sections = [Section("Sending rates", [*pictures[1:], *tables(rows)]), Section("Figure 1", [*small])]
     sections.append(Section("Time of a step's gradients", [_step_times(rows)]))
     if times:
         sections.append(Section("How long planning takes", [_of_times(times)]))
@@ -379,11 +341,22 @@ def _step_times(rows: Sequence[Row]) -> Table:
     )
 
 
+def _plain(found: Sequence[Table]) -> list[dict[str, Any]]:
+    """Tables for JSON."""
+    return [
+        {
+            "title": each.title,
+            "columns": [column.head for column in each.columns],
+            "lines": [list(line.cells) for line in each.lines],
+        }
+        for each in found
+    ]
+
+
 def _times() -> list[dict[str, Any]]:
     """Processor seconds of the largest problems: the bars of a plan for 54 hosts, a change of plans, and 4,096 workers."""
     import numpy as np
 
-    from penstock.planning.bound import bound_of_all
     from penstock.planning.problem import Problem
     from penstock.planning.relax import relax
     from penstock.planning.replan import Gone, State, decide
@@ -442,7 +415,7 @@ def _times() -> list[dict[str, Any]]:
         made = plan(cluster, cluster.jobs[0], seed=0, seconds=16)
         first = made.rows[0]
         return (
-            f"{first.rate_bit_s / 1e9:.4f} Gbit/s, {first.of_bound or math.nan:.0%} of the bound, levels {made.levels}"
+            f"{made.rate_bit_s / 1e9:.4f} Gbit/s, {first.of_bound or math.nan:.0%} of the bound, levels {made.levels}"
         )
 
     gigabit = 1_000_000_000
@@ -454,7 +427,6 @@ def _times() -> list[dict[str, Any]]:
     took("4,096 workers on 128 leaves, 8 spines, 4 servers", "< 30 s", lambda: large(leaves))
     cube = generate.racks(48, 48, servers=48, rate_bit_s=gigabit)
     took("48 servers x 48 racks x 48 aggregators", "shown", lambda: large(cube))
-    assert bound_of_all(problem, relax(problem)) > 0
     return found
 
 
@@ -504,6 +476,20 @@ def _ratios(rows: Sequence[Row], uneven: bool, way: str) -> list[float]:
         row.rate_bit_s / of[row.workers, row.servers, row.seed]
         for row in rows
         if row.uneven == uneven and row.way == OURS and (row.workers, row.servers, row.seed) in of
+    ]
+
+
+def _over_best(rows: Sequence[Row], uneven: bool) -> list[float]:
+    """Planned over the best of the others, network by network."""
+    best: dict[tuple[int, int, int], float] = {}
+    for row in rows:
+        if row.uneven == uneven and row.way not in (OURS, BOUND):
+            key = (row.workers, row.servers, row.seed)
+            best[key] = max(best.get(key, 0.0), row.rate_bit_s)
+    return [
+        row.rate_bit_s / best[row.workers, row.servers, row.seed]
+        for row in rows
+        if row.uneven == uneven and row.way == OURS
     ]
 
 

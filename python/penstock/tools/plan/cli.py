@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -10,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from penstock.cluster import deployment as deployments
 from penstock.cluster import file, places, units
 from penstock.cluster.network import Cluster, Job
 from penstock.errors import Config as ConfigError
-from penstock.extras import need
+from penstock.extras import installed, need
 from penstock.files import write_whole
 from penstock.tools.commands import Group
 from penstock.tools.plan.planned import Plan, describe, describe_jobs, plan, plan_jobs, rate_text
@@ -69,11 +69,13 @@ _search_options = [
         type=click.FloatRange(0.1, 1e6),
         default=5.0,
         show_default=True,
-        help="For the bound and the search, at most.",
+        help="For the bound and the search. To read the network, fill it once and compute other ways comes on top: 4 s with "
+        "4,096 workers.",
     ),
     click.option(
         "--levels", type=click.IntRange(1, 2), help="Of aggregators; by default one, and two where one is too few."
     ),
+    click.option("--gradient", metavar="SIZE", help="What a worker sends in a step, such as '97 MB': not the file's."),
 ]
 
 
@@ -85,7 +87,7 @@ def _searching(function: click.decorators.FC) -> click.decorators.FC:
 
 @command.command("for", hidden=True)
 @click.argument("cluster_path", metavar="CLUSTER", type=click.Path(dir_okay=False))
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write the deployment to this file.")
+@click.option("-o", "--output", type=click.Path(), help="Write the deployment to this file.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
 @click.option(
     "--at-least", metavar="RATE", help="Fail where no plan lets a worker send so fast, and say what stands against it."
@@ -106,16 +108,26 @@ def _for(
     seed: int,
     seconds: float,
     levels: int | None,
+    gradient: str | None,
 ) -> None:
     """Plan a job of a cluster file. `penstock plan CLUSTER` is the same."""
-    need("penstock plan", "scipy")
+    if all_jobs is not None and (at_least is not None or job_name is not None or gradient is not None):
+        raise click.UsageError("--at-least, --job and --gradient are for one job, and --all-jobs plans all of the file")
+    if output is not None and all_jobs is None and Path(output).is_dir():
+        raise click.UsageError(f"{output} is a folder: a deployment is a file")
+    if output is not None and all_jobs is not None and Path(output).exists() and not Path(output).is_dir():
+        raise click.UsageError(f"{output} is a file: with --all-jobs -o is a folder for the jobs' deployments")
     for path in (output, json_path):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise click.UsageError(f"there is no folder for {path}")
         if path is not None and Path(path).resolve() == Path(cluster_path).resolve():
             raise click.UsageError(f"{path} is the cluster file: name another one to write to")
-    wanted = None if at_least is None else _rate_of(at_least)
+    wanted = None if at_least is None else _quantity(units.RATE, at_least, "--at-least")
     with _reporting():
+        if not installed("scipy"):
+            click.echo(
+                "without scipy there is no solver, and bounds are far off: pip install 'penstock[tune]'", err=True
+            )
         cluster = file.load(cluster_path)
         if any(link.flow_caps_bit_s for link in cluster.links):
             click.echo("flow_cap is left out: a plan counts what links carry", err=True)
@@ -127,16 +139,27 @@ def _for(
                 Path(output).mkdir(exist_ok=True)
                 for each in found:
                     _write(each, cluster, cluster_path, os.path.join(output, f"{each.job.name}.yaml"))
+            if json_path is not None:
+                Path(json_path).write_text(json.dumps([each.to_dict() for each in found], indent=2) + "\n")
             return
-        job = _job(cluster, job_name)
+        job = _job(cluster, job_name, gradient)
         click.echo(f"planning {job.name}: the bound and the search, up to {seconds:g} s ...", err=True)
-        made = plan(cluster, job, seed=seed, seconds=seconds, levels=levels, at_least=wanted)
+        made = plan(
+            cluster,
+            job,
+            seed=seed,
+            seconds=seconds,
+            levels=levels,
+            at_least=wanted,
+            progress=lambda text: click.echo(text, err=True),
+        )
         click.echo(describe(made))
         if output is not None:
             _write(made, cluster, cluster_path, output)
         if json_path is not None:
             figures = [
-                {key: None if value == math.inf else value for key, value in asdict(row).items()} for row in made.rows
+                {key: None if value == math.inf else value for key, value in dataclasses.asdict(row).items()}
+                for row in made.rows
             ]
             Path(json_path).write_text(json.dumps(figures, indent=2) + "\n")
 
@@ -148,19 +171,27 @@ def _for(
 )
 @_searching
 def explain(
-    path: str, report_path: str | None, job_name: str | None, seed: int, seconds: float, levels: int | None
+    path: str,
+    report_path: str | None,
+    job_name: str | None,
+    seed: int,
+    seconds: float,
+    levels: int | None,
+    gradient: str | None,
 ) -> None:
     """Say where a deployment's gradients flow, what that loads, and what is full; of a cluster file, what a plan's do."""
-    need("penstock plan", "scipy")
     from penstock.tools.plan import explained
 
     with _reporting():
         text = places.read_text(path, path)
         if explained.is_deployment(text, path):
-            found = explained.of_deployment(text, path, seconds=seconds, levels=levels)
+            if job_name is not None:
+                raise click.UsageError("--job is for a cluster file: a deployment is of one job")
+            size = None if gradient is None else _size(gradient)
+            found = explained.of_deployment(text, path, seconds=seconds, levels=levels, gradient_bytes=size)
         else:
             cluster = file.load(path)
-            job = _job(cluster, job_name)
+            job = _job(cluster, job_name, gradient)
             found = explained.of_plan(cluster, plan(cluster, job, seed=seed, seconds=seconds, levels=levels))
         click.echo(explained.describe(found))
         if report_path is not None:
@@ -199,7 +230,6 @@ def watch(
     Events come as lines of JSON on the standard input, such as {"gone": "link r0"}, or with --name from a testbed: loads of
     others on its links, and aggregators that the job's workers bypass. See docs/guide/plan.md.
     """
-    need("penstock plan", "scipy")
     from penstock.planning.replan import Patience
     from penstock.tools.plan import watched
     from penstock.tools.testbed import carry
@@ -213,8 +243,10 @@ def watch(
         job, scheme = carry.scheme_of_file(cluster, path)
         kept = watched.Plan(cluster, job, scheme, Patience(gain / 100, patience), output, cluster_path)
         if name is None:
-            for event in watched.events_of(iter(sys.stdin.readline, "")):
-                click.echo(_told(kept.take(event), output))
+            for number, line in enumerate(iter(sys.stdin.readline, ""), start=1):
+                if line.strip():
+                    with _going_on():
+                        click.echo(_told(kept.take(watched.event_of(line, number)), output))
             return
         try:
             bed = stack.enter_context(Testbed.attach(name))
@@ -224,14 +256,24 @@ def watch(
             for _ in itertools.count() if looks is None else range(looks):
                 time.sleep(every)
                 for event in meter.events(kept.state.scheme):
-                    decision = kept.take(event)
-                    if decision.is_changed and bed.topology.is_routed:
-                        carry.carry(bed, job, decision.scheme)
-                    click.echo(_told(decision, output))
+                    with _going_on():
+                        decision = kept.take(event)
+                        if decision.is_changed and bed.topology.is_routed:
+                            carry.carry(bed, job, decision.scheme)
+                        click.echo(_told(decision, output))
         except (LookupError, PermissionError) as error:
             raise click.ClickException(str(error)) from None
         except KeyboardInterrupt:
             click.echo("ended: the routes that were set last hold", err=True)
+
+
+@contextmanager
+def _going_on() -> Iterator[None]:
+    """Says what is wrong with an event; the old scheme holds, and the next event may be right."""
+    try:
+        yield
+    except ConfigError as error:
+        click.echo(f"nothing changes: {error}", err=True)
 
 
 def _told(decision: Decision, output: str | None) -> str:
@@ -248,7 +290,7 @@ def _write(made: Plan, cluster: Cluster, cluster_path: str, output: str) -> None
 
     folder = Path(output).resolve().parent
     where = os.path.relpath(Path(cluster_path).resolve(), folder)
-    text = deployment(cluster, made.job, made.scheme, where, {"A plan": made.told()})
+    text = deployment(cluster, made.job, made.scheme, where, made.told())
     deployments.parse(text, output, str(folder)).check_world(len(made.job.workers))
     Path(output).write_text(text)
     click.echo(f"\n{output} is the deployment: PENSTOCK_DEPLOYMENT={output}")
@@ -262,23 +304,28 @@ def _reporting() -> Iterator[None]:
         raise click.ClickException(str(error)) from None
 
 
-def _rate_of(text: str) -> float:
+def _quantity(kind: units.Quantity, text: str, option: str) -> float:
     try:
-        entry = places.compose(f'"{text}"', "--at-least", "a rate")
-        return float(units.RATE.read(entry))
+        return float(kind.read(places.compose(json.dumps(text), option, kind.what)))
     except ConfigError as error:
-        raise click.UsageError(f"--at-least: {error}") from None
+        raise click.UsageError(str(error)) from None
 
 
-def _job(cluster: Cluster, name: str | None) -> Job:
-    if name is not None:
-        if name not in cluster.job:
-            raise ConfigError(f"--job {name}: the file has {', '.join(cluster.job) or 'no job'}")
-        return cluster.job[name]
-    if len(cluster.jobs) != 1:
+def _size(text: str) -> int:
+    found = round(_quantity(units.SIZE, text, "--gradient"))
+    if found < 1:
+        raise click.UsageError(f"--gradient {text}: give at least one byte")
+    return found
+
+
+def _job(cluster: Cluster, name: str | None, gradient: str | None) -> Job:
+    if name is not None and name not in cluster.job:
+        raise ConfigError(f"--job {name}: the file has {', '.join(cluster.job) or 'no job'}")
+    if name is None and len(cluster.jobs) != 1:
         raise cluster.wrong(
             "jobs",
             f"are {len(cluster.jobs)}: "
             + ("choose with --job, or plan them with --all-jobs" if cluster.jobs else "a plan is for one"),
         )
-    return cluster.jobs[0]
+    job = cluster.jobs[0] if name is None else cluster.job[name]
+    return job if gradient is None else dataclasses.replace(job, gradient_bytes=_size(gradient))

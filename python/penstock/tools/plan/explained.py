@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from penstock.cluster.routes import other
 from penstock.planning.evaluate import Evaluation, Load, evaluate
 from penstock.planning.scheme import Scheme
 from penstock.reports import Card, Column, Edge, Line, Network, Next, Node, Page, Picture, Section, Table
-from penstock.tools.plan.planned import Plan, candidates_for, rate_text
+from penstock.tools.plan.planned import Plan, candidates_for, not_relaxed, rate_text
 
 __all__ = ["Explained", "describe", "is_deployment", "network", "of_deployment", "of_plan", "page"]
 
@@ -27,6 +28,14 @@ class Explained:
     scheme: Scheme
     worth: Evaluation
     bound: float | None
+    is_relaxed: bool = True
+    """Whether the linear program was solved: else the bound is from prices that know no plan."""
+
+    @property
+    def not_counted(self) -> str:
+        """Other jobs of the file, as a sentence: a deployment says nothing of them."""
+        others = [job.name for job in self.cluster.jobs if job.name != self.job.name]
+        return f"Alone: what {', '.join(others)} may send is not counted." if others else ""
 
 
 def is_deployment(text: str, name: str) -> bool:
@@ -50,11 +59,15 @@ def is_deployment(text: str, name: str) -> bool:
 
 
 def of_plan(cluster: Cluster, made: Plan) -> Explained:
-    return Explained(cluster, made.job, made.scheme, evaluate(cluster, made.job, made.scheme), made.bound)
+    return Explained(
+        cluster, made.job, made.scheme, evaluate(cluster, made.job, made.scheme), made.bound, made.is_relaxed
+    )
 
 
-def of_deployment(text: str, path: str, *, seconds: float, levels: int | None) -> Explained:
-    """What a deployment of version 2 loads.
+def of_deployment(
+    text: str, path: str, *, seconds: float, levels: int | None, gradient_bytes: int | None = None
+) -> Explained:
+    """What a deployment of version 2 loads. ``gradient_bytes``: what a worker sends in a step, in place of the file's.
 
     Raises:
         penstock.errors.Config: it is none, its cluster has no network, or it has no job.
@@ -67,19 +80,25 @@ def of_deployment(text: str, path: str, *, seconds: float, levels: int | None) -
     parsed = deployments.parse(text, path, os.path.dirname(path))
     cluster = file.load(deployments.cluster_path(text, path))
     job = deployments.job_in(cluster, text, path)
+    if gradient_bytes is not None:
+        job = dataclasses.replace(job, gradient_bytes=gradient_bytes)
     if not cluster.links:
         raise cluster.wrong("links", "are needed: without them nothing is known of the network")
     scheme = scheme_in(cluster, job, parsed)
     wanted = levels or (2 if any(scheme.above.values()) else None)
     problem = Problem(cluster, job, levels=wanted, candidates=candidates_for(cluster, job))
-    bound = bound_of_all(problem, relax(problem, seconds=seconds))
-    return Explained(cluster, job, scheme, evaluate(cluster, job, scheme), bound)
+    relaxed = relax(problem, seconds=seconds)
+    bound = bound_of_all(problem, relaxed)
+    return Explained(cluster, job, scheme, evaluate(cluster, job, scheme), bound, relaxed.is_solved)
 
 
 def describe(found: Explained) -> str:
     """The text."""
     worth = found.worth
     lines = [f"{rate_text(worth.rate)} a worker{_of_bound(found)}. Full: {_full(worth)}."]
+    lines += [] if found.is_relaxed else [not_relaxed()]
+    if found.not_counted:
+        lines.append(found.not_counted)
     if found.job.gradient_bytes is not None and worth.loads:
         lines.append(f"A step's gradients take {8 * found.job.gradient_bytes / worth.rate:.3g} s on their way.")
     for server, part in found.scheme.fractions.items():
@@ -173,7 +192,8 @@ def page(found: Explained, path: str) -> Page:
             "A line's width is what it carries, gradients up and sums down; red is full. Workers of a switch are one point.",
         ),
         next=Next("See what each worker does on its way.", f"penstock plan explain {path}"),
-        setting=f"Job {found.job.name}: {len(found.job.workers)} ranks, {len(found.scheme.fractions)} servers. Computed.",
+        setting=f"Job {found.job.name}: {len(found.job.workers)} ranks, {len(found.scheme.fractions)} servers. Computed. "
+        + found.not_counted,
         cards=[
             Card(rate_text(worth.rate), "a worker", "at best"),
             *bound,

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from penstock import files
 from penstock.cluster import file as cluster_file
+from penstock.cluster import generate
 from penstock.cluster.network import Cluster
 from penstock.errors import Config as ConfigError
 from penstock.tools.commands import Group
@@ -261,16 +262,25 @@ def route(name: str, deployment: str) -> None:
     default=None,
     help="With racks: instead of a core, switches that each rack has a link to.",
 )
+@click.option("--fat-tree", type=click.IntRange(2), default=None, help="A fat-tree of switches with so many ports.")
+@click.option("--rails", type=click.IntRange(1), default=None, help="NICs of each host, each at a switch of its own.")
 @link_options
 @click.argument("file", metavar="FILE")
-def write(name: str | None, file: str, spines: int | None, **options: Any) -> None:
-    """Write a cluster file that `up --cluster FILE` makes; - is the standard output."""
+def write(
+    name: str | None, file: str, spines: int | None, fat_tree: int | None, rails: int | None, **options: Any
+) -> None:
+    """Write a cluster file that `up --cluster FILE` makes; - is the standard output.
+
+    With --fat-tree only --servers, --rate and --mtu count, with --rails also --hosts.
+    """
     if name is not None:
         _refuse_options_of_links(name)
     try:
         if name is not None:
             with Testbed.attach(name) as bed:
                 cluster = bed.topology.cluster
+        elif fat_tree is not None or rails is not None:
+            cluster = _generated(fat_tree, rails, options)
         else:
             cluster = _read_options(options, spines)
         text = "# Written by `penstock testbed write`: docs/reference/cluster-file.md\n" + cluster_file.dump(cluster)
@@ -293,12 +303,31 @@ def _refuse_options_of_links(name: str) -> None:
 def _given_options() -> list[str]:
     """The options of this call that describe hosts and links."""
     context = click.get_current_context()
-    of_links = {option.name for option in up.params} - {"name"} | {"spines"}
+    of_links = {option.name for option in up.params} - {"name"} | {"spines", "fat_tree", "rails"}
     return [
         option.opts[0]
         for option in context.command.params
         if option.name in of_links and context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
     ]
+
+
+def _generated(fat_tree: int | None, rails: int | None, options: dict[str, Any]) -> Cluster:
+    """A network that is described by little. Raises: click.UsageError."""
+    known = {"--servers", "--rate", "--mtu", *(() if rails is None else ("--hosts",))}
+    shape = "--rails" if rails is not None else "--fat-tree"
+    taken = [option for option in _given_options() if option not in (*known, "--fat-tree", "--rails")]
+    if fat_tree is not None and rails is not None:
+        taken = ["--fat-tree"]
+    if taken:
+        raise click.UsageError(f"{shape} takes {', '.join(sorted(known))}, and not {taken[0]}")
+    link = {"rate_bit_s": round(options["rate"] * 1e6) or None, "mtu": options["mtu"]}
+    try:
+        if rails is not None:
+            return generate.rails(options["hosts"], rails, servers=options["servers"], **link)
+        assert fat_tree is not None, "one of them was given"
+        return generate.fat_tree(fat_tree, servers=options["servers"], **link)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 def _read_options(options: dict[str, Any], spines: int | None = None) -> Cluster:

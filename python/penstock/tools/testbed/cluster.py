@@ -172,6 +172,15 @@ class Testbed(Bed):
             found.append(traffic)
         return found
 
+    def links_down(self) -> set[str]:
+        """The links that carry nothing, since the interface at one of their ends is down."""
+        found = set()
+        for name in self.topology.links:
+            held, device = self._lower_end(name)
+            if not namespace.inside(held, functools.partial(system.is_running, device)):
+                found.add(name)
+        return found
+
     def flows(self) -> dict[int, list[FlowClass]]:
         """What each host sent so far, by class of flows; empty lists where ``flow_mbit`` is None.
 

@@ -78,6 +78,13 @@ def kernel_hex(address: str) -> str:
     return "".join(f"{word:08X}" for word in words)
 
 
+def is_running(interface: str) -> bool:
+    """Whether the calling thread's interface is up and has a carrier, which it has not where the other end is down."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, _SIOCGIFFLAGS, struct.pack("16sh14x", interface.encode(), 0))
+    return bool(struct.unpack("16sh14x", answer)[1] & _IFF_RUNNING)
+
+
 def interface_counters(interface: str) -> dict[str, int]:
     """The calling thread's interface, from the one file that shows them without a process."""
     with open("/proc/thread-self/net/dev") as file:
@@ -154,6 +161,7 @@ KERNEL_NEEDS = "NET_NS, VETH, BRIDGE, NET_SCH_HTB, NET_CLS_BPF, NF_TABLES_NETDEV
 
 # linux/sockios.h and linux/ethtool.h. By hand, so that no further tool is needed.
 SIOCETHTOOL = 0x8946
+_SIOCGIFFLAGS, _IFF_RUNNING = 0x8913, 0x40
 ETHTOOL_STSO, ETHTOOL_SGSO, ETHTOOL_SGRO = 0x1F, 0x24, 0x2C
 
 _V4_IN_V6 = "0000000000000000FFFF0000" if sys.byteorder == "little" else "00000000000000000000FFFF"
