@@ -8,14 +8,19 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import forked
+import ranks
 from penstock.profiling.record import Interval, Record, Span, read
 from penstock.tools.profile import run
+from penstock.tools.profile.recorder.settling import InFlight, settled
 
 SCRIPT = pathlib.Path(__file__).parent / "profiled" / "train.py"
 STEPS = 20
@@ -200,6 +205,27 @@ def test_a_gradient_reducer_tells_its_operations(profiled: Any) -> None:
             assert any(one.group == "default/rounds" for one in sample.operations)
             assert {one.purpose for one in sample.operations} == {"data-parallel sync"}
         assert all([wait.operation for wait in step.waits] == ["all_reduce"] for step in record.steps[1:])
+
+
+def test_the_profiler_waits_for_callbacks_that_note_an_end() -> None:
+    """Also where the thread that runs them waits for something: then it does not look as if it were at work."""
+    assert ranks.run(_wait_for_callbacks, count=2) == [["late"], ["late"]]
+
+
+def _wait_for_callbacks() -> list[str]:
+    dist.init_process_group("penstock")
+    work, ended, in_flight = dist.all_reduce(torch.ones(4 << 20), async_op=True), [], InFlight()
+
+    def late(_: Any) -> None:
+        time.sleep(0.2)
+        ended.append("late")
+
+    work.get_future().then(late)
+    in_flight.add(work)
+    assert settled(in_flight, 20.0)
+    found = [*ended]
+    dist.destroy_process_group()
+    return found
 
 
 @pytest.mark.parametrize("backend", ["gloo", "penstock"])

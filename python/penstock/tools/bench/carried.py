@@ -225,6 +225,6 @@ INSTANCES: dict[str, tuple[Callable[[], Cluster], tuple[str, ...]]] = {
     "figure 1": (figure_1, (ATP, LBMM)),
 }
 """By name: the cluster, and the ways beside the plan."""
-QUEUE_BYTES = 16 << 20
+QUEUE_BYTES = 32 << 20
 _WITHIN_S = 600.0
 _MBIT = 1_000_000
