@@ -51,7 +51,19 @@ from penstock.reports import (
     series,
     ticks,
 )
-from penstock.tools.bench import emulated, endpoints, figures, machine, pauses, readiness, training, tuner, urgency
+from penstock.tools.bench import (
+    emulated,
+    endpoints,
+    figure1,
+    figures,
+    machine,
+    pauses,
+    plans,
+    readiness,
+    training,
+    tuner,
+    urgency,
+)
 from penstock.tools.bench import report as bench_report
 from penstock.tools.bench.aggregated import times
 from penstock.tools.characterize import memory
@@ -188,6 +200,19 @@ def pauses_page() -> Page:
     return emulated.page(pauses.story(rows), pauses.table(rows), LINK, ABOUT)
 
 
+def plans_page() -> Page:
+    rows = [
+        plans.Row(
+            uneven, workers, servers, seed, way, 1e6 * servers * (9 - at) / (1 + workers / 20), 2.5 * workers, 3.0, 0.1
+        )
+        for uneven in (False, True)
+        for workers, servers in ((10, 4), (50, 4), (48, 2), (48, 6))
+        for seed in (0, 1)
+        for at, way in enumerate(plans.WAYS)
+    ]
+    return plans.page(rows, [], [figure1.example()], ABOUT)
+
+
 def endpoints_page() -> Page:
     rows = [
         endpoints.Row(workers, way, carrier, 64 << 20, 3, seconds * workers, seconds * workers * 1.1, 0.6 * workers)
@@ -225,6 +250,7 @@ PAGES: dict[str, Callable[[], Page]] = {
     "figures": figures_page,
     "plan": lambda: plan_page(leaf_spine()),
     "plan of a fat-tree": lambda: plan_page(generate.fat_tree(6, servers=4, seed=1, rate_bit_s=10**9)),
+    "bench plan": plans_page,
     "urgency": urgency_page,
     "pauses": pauses_page,
     "endpoints": endpoints_page,

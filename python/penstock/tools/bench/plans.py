@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -271,57 +271,54 @@ def page(
 ) -> Page:
     """The report."""
     over = {uneven: _ratios(rows, uneven, ATP) for uneven in (False, True)}
-    told = " and ".join(
-        f"{statistics.fmean(each):.1f} times ATP on {_links(uneven)}" for uneven, each in over.items() if each
-    )
+    told = ", ".join(f"{statistics.fmean(each):.1f} with {_links(uneven)}" for uneven, each in over.items() if each)
     by_servers = sorted({row.servers for row in rows if row.workers == 48})
-    pictures = [
-        _picture(rows, "workers", [(count, parts) for count, parts in _cases(rows) if parts == 4]),
-        *([_picture(rows, "servers", [(48, parts) for parts in by_servers])] if len(by_servers) > 1 else []),
-    ]
-    sections = [Section("Sending rates", [*pictures[1:], *tables(rows)]), Section("Figure 1", [*small])]
+    by_workers = [(count, parts) for count, parts in _cases(rows) if parts == 4]
+    first, *others = [_picture(rows, "workers", by_workers, shown) for shown in SHOWN]
+    if len(by_servers) > 1:
+        others.append(_picture(rows, "servers", [(48, parts) for parts in by_servers], SHOWN[0]))
+    sections = [Section("Sending rates", [*others, *tables(rows)]), Section("Figure 1", [*small])]
     sections.append(Section("Time of a step's gradients", [_step_times(rows)]))
     if times:
         sections.append(Section("How long planning takes", [_of_times(times)]))
     return Page(
         kind="Penstock bench: plan",
-        answer=f"Plans send {told}",
-        picture=pictures[0],
+        answer=f"Rates of plans over ATP: {told}",
+        picture=first,
         next=Next("Plan a cluster of your own.", "penstock plan cluster.yaml -o deployment.yaml"),
         setting="A fat-tree of 54 hosts and 45 switches as in InArt's section 5.3, computed: 20 Mbit/s a link, or 10 to 30.",
         sections=[*sections, Section("Conditions", [machine.lines(description)])],
     )
 
 
-def _picture(rows: Sequence[Row], over: str, cases: Sequence[tuple[int, int]]) -> Picture:
+def _picture(rows: Sequence[Row], over: str, cases: Sequence[tuple[int, int]], shown: _Shown) -> Picture:
     panels = []
     for uneven in (False, True):
         curves = []
         for index, way in enumerate(WAYS):
             points = [
-                (count if over == "workers" else parts, statistics.fmean(values) / _MBIT)
+                (count if over == "workers" else parts, statistics.fmean(values) * shown.scale)
                 for count, parts in cases
-                if (values := _rates(rows, uneven, count, parts, way))
+                if (
+                    values := [
+                        value
+                        for row in rows
+                        if _is(row, uneven, count, parts, way) and (value := _value(row, shown.field)) is not None
+                    ]
+                )
             ]
             if points:
                 x, y = zip(*sorted(points), strict=True)
                 curves.append(Curve(way, x, y, aside(0) if way == BOUND else series(index)))
         ticks = sorted({count if over == "workers" else parts for count, parts in cases})
         if curves:
-            panels.append(
-                Panel(
-                    _links(uneven),
-                    Axis(over, "number", ticks=ticks),
-                    Axis("sending rate", "Mbit/s", from_zero=True),
-                    curves,
-                )
-            )
+            vertical = Axis(shown.what, shown.unit, from_zero=True)
+            panels.append(Panel(_links(uneven), Axis(over, "number", ticks=ticks), vertical, curves))
     return Picture(
-        f"rates-{over}",
+        f"{shown.field}-{over}",
         Lines(panels),
-        f"What every worker can send, by the number of {over}.",
-        "Means of the seeds. The dashed line is a bound that no plan with one level of aggregators passes; whether one "
-        "reaches it is not known.",
+        f"{shown.caption}, by the number of {over}.",
+        f"Means. {shown.note}".strip(),
     )
 
 
@@ -529,6 +526,42 @@ MODELS = {"LSTM": 1_627_000, "VGG19": 548_000, "ResNet-50": 97_000}
 
 _MBIT = 1_000_000
 _MEGABYTES = 1e-6
+
+
+class _Shown(NamedTuple):
+    """A figure of the report: `_value` by the number of workers or servers."""
+
+    field: str
+    scale: float
+    """To the unit."""
+    what: str
+    unit: str
+    caption: str
+    note: str = ""
+
+
+GRADIENTS = "A step has a thousandth of the model's bytes, as in the paper."
+SHOWN = (
+    _Shown(
+        "rate",
+        1 / _MBIT,
+        "sending rate",
+        "Mbit/s",
+        "What every worker can send",
+        "Dashed: what no plan of one level passes.",
+    ),
+    _Shown("time", 8 * MODELS["LSTM"], "time", "s", "How long gradients of the LSTM are on their way", GRADIENTS),
+    _Shown("throughput", 1 / _MBIT, "throughput", "Mbit/s", "What all links carry together"),
+    _Shown(
+        "taken",
+        MODELS["VGG19"] * _MEGABYTES,
+        "taken in",
+        "MB",
+        "What all servers take in of gradients of VGG19",
+        GRADIENTS,
+    ),
+)
+"""Figures 7, 8 and 12; 10; 13; 14 of the paper."""
 # What, case (unequal links, workers, servers), field, factor to the paper's unit, the paper's numbers; those of the text of
 # 5.3.2 and A.2.
 PAPER: list[tuple[str, tuple[bool, int, int], str, float, dict[str, str]]] = [
