@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import signal
@@ -289,7 +290,13 @@ def _steps(path: str, other: str, left: str, steps: int, stopped: str) -> list[l
     rank, world = dist.get_rank(), dist.get_world_size()
     penstock.init(deployment=path)
     group = dist.new_group(backend="penstock")
-    assert penstock.torch.switched(group, left) is group, "an earlier run's"
+    told: list[str] = []
+    seen = logging.Handler()
+    seen.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("penstock").addHandler(seen)
+    for _ in range(2):
+        assert penstock.torch.switched(group, left) is group, "an earlier run's"
+    assert sum(left in text and "not switched to" in text for text in told) == (rank == 0), told
     parents = []
     for step in range(steps):
         if step == steps // 2:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import forked
 import ranks
+import small_disk
 from penstock.profiling.record import Interval, Record, Span, read
 from penstock.tools.profile import run
 from penstock.tools.profile.recorder.settling import InFlight, settled
@@ -434,16 +435,10 @@ def test_workers_of_a_loader_are_no_ranks(tmp_path: pathlib.Path) -> None:
 
 def test_a_full_disk_ends_the_recording_alone(tmp_path: pathlib.Path) -> None:
     """The training goes on, says so once, and the file holds whole lines."""
-    (tmp_path / "full").mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(tmp_path / "full")], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("cannot mount a small file system here: " + mounted.stderr.decode())
-    try:
-        from penstock.profiling.record import Event, Header
-        from penstock.tools.profile.recorder.writer import Writer
+    from penstock.profiling.record import Event, Header
+    from penstock.tools.profile.recorder.writer import Writer
 
+    with small_disk.mounted(tmp_path / "full", "4k"):
         header = Header(0, 1, "here", 1, 0, 0, {})
         path = tmp_path / "full" / "rank-0.jsonl"
         writer = Writer(lambda: header, lambda _: path, lambda: None)
@@ -453,5 +448,3 @@ def test_a_full_disk_ends_the_recording_alone(tmp_path: pathlib.Path) -> None:
         assert writer.is_broken
         record = read(path)
         assert 10 < len(record.events) < 40 and not record.problems
-    finally:
-        subprocess.run(["umount", str(tmp_path / "full")], check=True)

@@ -56,9 +56,9 @@ class Move(NamedTuple):
     bytes: float
     """That a rank's link carries in one direction."""
     purpose: str
-    lane: tuple[int, ...]
-    """Moves of one lane take turns: ``()`` for all collectives between hosts, the first rank for those within one, and sender and
-    receiver for sends, since links carry both directions at a time."""
+    queue: tuple[int, ...]
+    """Moves of one queue take turns: ``()`` for all collectives between hosts, the first rank for those within one, and sender
+    and receiver for sends, since links carry both directions at a time."""
     operation: str
     group: str
     element_bytes: int = 0
@@ -270,7 +270,7 @@ def run(model: Model, takes: Callable[[Move], float]) -> float:
         when, number = heapq.heappop(ready)
         move = model.moves[number]
         going = standing_for.pop(number, [])
-        ends[number] = free[move.lane] = max(when, free.get(move.lane, when)) + takes(move)
+        ends[number] = free[move.queue] = max(when, free.get(move.queue, when)) + takes(move)
     if any(at[rank] < len(acts) for rank, acts in model.acts.items()):
         return math.inf
     return statistics.fmean(now[rank] - start for rank, start in model.starts_ns.items())
@@ -287,11 +287,11 @@ def _moves(met: Iterable[Meeting], hosts: Mapping[int, str]) -> tuple[tuple[Move
         purpose = next((one.purpose for _, one in reversed(meeting.parts) if one.purpose in PURPOSES), OTHER)
         nbytes = max(wire_bytes(one, len(ranks)) for _, one in meeting.parts)
         is_inside = len({hosts.get(rank, str(rank)) for rank in ranks}) == 1
-        lane = ranks if meeting.kind is Kind.SEND else (min(ranks),) if is_inside else ()
+        queue = ranks if meeting.kind is Kind.SEND else (min(ranks),) if is_inside else ()
         for rank, one in meeting.parts:
             move_of.setdefault(rank, {})[id(one)] = len(moves)
         of = (operation.name, operation.group, operation.element_bytes, is_inside)
-        moves.append(Move(ranks, nbytes, purpose, lane, *of))
+        moves.append(Move(ranks, nbytes, purpose, queue, *of))
     return tuple(moves), move_of
 
 
@@ -435,15 +435,15 @@ def _fitted(periods: Sequence[Period], link_bytes_s: float) -> tuple[Wire, ...]:
 
 def _periods(moves: Sequence[Move], met: Sequence[Meeting], clock: Mapping[int, Clock]) -> tuple[Period, ...]:
     """The busy periods of a step."""
-    lanes: dict[tuple[int, ...], list[tuple[float, float, Move]]] = {}
+    queues: dict[tuple[int, ...], list[tuple[float, float, Move]]] = {}
     for move, meeting in zip(moves, met, strict=True):
         all_there = max(float(clock[rank].on_first(one.issued_ns)) for rank, one in meeting.parts)
         mean_end = statistics.fmean(clock[rank].on_first(one.ended_ns) for rank, one in meeting.parts)
-        lanes.setdefault(move.lane, []).append((all_there, max(mean_end, all_there + 1.0), move))
+        queues.setdefault(move.queue, []).append((all_there, max(mean_end, all_there + 1.0), move))
     found: list[Period] = []
-    for lane in lanes.values():
+    for queue in queues.values():
         since = until = -math.inf
-        for ready, ended, move in sorted(lane, key=lambda span: span[:2]):
+        for ready, ended, move in sorted(queue, key=lambda span: span[:2]):
             if ready > until:
                 since, until = ready, ended
                 found.append(Period(1, move.bytes, until - since, ended - ready, move.is_inside))

@@ -205,7 +205,7 @@ def _like(model: Model, is_forward: bool, ranks: tuple[int, int], batches: int) 
     nbytes = sum(move.bytes for move in here or every) / edges / batches
     like = (here or every)[0]
     inside = like.is_inside if here else statistics.fmean(move.is_inside for move in every) == 1
-    return like._replace(ranks=ranks, bytes=nbytes, lane=ranks, is_inside=inside)
+    return like._replace(ranks=ranks, bytes=nbytes, queue=ranks, is_inside=inside)
 
 
 # Schedules

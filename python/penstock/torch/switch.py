@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -12,6 +13,8 @@ from penstock.runtime import groups
 from penstock.torch import backend
 
 __all__ = ["switched"]
+
+log = logging.getLogger("penstock")
 
 
 def switched(group: Any, deployment: str) -> Any:
@@ -44,9 +47,16 @@ def switched(group: Any, deployment: str) -> Any:
     if dist.get_rank(group) == 0:
         # Looked at before the file is read: what comes in between is read at the next step, as is a file that is not whole yet.
         changed_ns = _changed_ns(deployment)
-        if changed_ns > own.made_ns:
+        is_new = changed_ns > own.made_ns
+        if is_new or (changed_ns and (deployment, changed_ns) not in _left):
             text = groups.read_deployment(deployment, f"switched(deployment={deployment!r})")
-            told = [text if text != own.deployment else None]
+            other = text if text != own.deployment else None
+            if is_new:
+                told = [other]
+            else:
+                _left.add((deployment, changed_ns))
+                if other is not None:
+                    log.warning(_IS_OLD, deployment, (own.made_ns - changed_ns) / 1e9)
     dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
     if told[0] is None:
         return group
@@ -57,6 +67,15 @@ def switched(group: Any, deployment: str) -> Any:
         backend.of(fresh).made_ns = changed_ns
     dist.destroy_process_group(group)
     return fresh
+
+
+_left: set[tuple[str, int]] = set()
+"""Files that were not taken, and when they were changed: each is told once."""
+_IS_OLD = (
+    "%s is another deployment than the group's, and was last changed %.1f s before the group was made: it is taken for what an "
+    "earlier run left, and not switched to. If the clocks of this host and of the file's differ, set them; `touch` the file to "
+    "have it taken."
+)
 
 
 def _changed_ns(path: str) -> int:
