@@ -58,7 +58,7 @@ from penstock.tools.bench import (
     figures,
     machine,
     pauses,
-    plans,
+    planner,
     readiness,
     training,
     tuner,
@@ -200,17 +200,17 @@ def pauses_page() -> Page:
     return emulated.page(pauses.story(rows), pauses.table(rows), LINK, ABOUT)
 
 
-def plans_page() -> Page:
+def bench_plan_page() -> Page:
     rows = [
-        plans.Row(
+        planner.Row(
             uneven, workers, servers, seed, way, 1e6 * servers * (9 - at) / (1 + workers / 20), 2.5 * workers, 3.0, 0.1
         )
         for uneven in (False, True)
         for workers, servers in ((10, 4), (50, 4), (48, 2), (48, 6))
         for seed in (0, 1)
-        for at, way in enumerate(plans.WAYS)
+        for at, way in enumerate(planner.WAYS)
     ]
-    return plans.page(rows, [], [figure1.example()], ABOUT)
+    return planner.page(rows, [], [figure1.example()], ABOUT)
 
 
 def endpoints_page() -> Page:
@@ -250,7 +250,7 @@ PAGES: dict[str, Callable[[], Page]] = {
     "figures": figures_page,
     "plan": lambda: plan_page(leaf_spine()),
     "plan of a fat-tree": lambda: plan_page(generate.fat_tree(6, servers=4, seed=1, rate_bit_s=10**9)),
-    "bench plan": plans_page,
+    "bench plan": bench_plan_page,
     "urgency": urgency_page,
     "pauses": pauses_page,
     "endpoints": endpoints_page,

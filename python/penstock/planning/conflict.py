@@ -1,4 +1,4 @@
-"""What stands against a rate: limits that no plan can keep at it, none of which could be left out."""
+"""What stands against a rate: limits that no deployment can keep at it, none of which could be left out."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from penstock.cluster.routes import other
 from penstock.planning.evaluate import Evaluation, Load, evaluate
 from penstock.planning.scheme import Scheme
 from penstock.reports import Card, Column, Edge, Line, Network, Next, Node, Page, Picture, Section, Table
-from penstock.tools.plan.planned import Plan, candidates_for, not_relaxed, rate_text
+from penstock.tools.plan.planned import Proposal, candidates_for, not_relaxed, rate_text
 
-__all__ = ["Explained", "describe", "is_deployment", "network", "of_deployment", "of_plan", "page"]
+__all__ = ["Explained", "describe", "is_deployment", "network", "of_deployment", "of_proposal", "page"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Explained:
     worth: Evaluation
     bound: float | None
     is_relaxed: bool = True
-    """Whether the linear program was solved: else the bound is from prices that know no plan."""
+    """Whether the linear program was solved: else the bound is from prices alone."""
 
     @property
     def not_counted(self) -> str:
@@ -58,7 +58,7 @@ def is_deployment(text: str, name: str) -> bool:
     )
 
 
-def of_plan(cluster: Cluster, made: Plan) -> Explained:
+def of_proposal(cluster: Cluster, made: Proposal) -> Explained:
     return Explained(
         cluster, made.job, made.scheme, evaluate(cluster, made.job, made.scheme), made.bound, made.is_relaxed
     )

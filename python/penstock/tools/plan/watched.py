@@ -1,4 +1,4 @@
-"""A running job's plan, kept up to date: what a testbed measures, or events tell, goes into `penstock.planning.replan`."""
+"""A running job's deployment, kept up to date: what a testbed measures, or events tell, goes into `penstock.planning.replan`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from penstock.tools.plan.planned import bound_told, candidates_for, rate_text
 from penstock.tools.testbed import carry
 from penstock.tools.testbed.cluster import Testbed
 
-__all__ = ["Meter", "Plan", "event_of"]
+__all__ = ["Meter", "Watched", "event_of"]
 
 
-class Plan:
+class Watched:
     """A job's scheme over time, and the file that says which one holds.
 
     Args:
