@@ -323,7 +323,7 @@ def test_slow_uplinks_are_the_busiest_links() -> None:
     ["reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier"],
 )
 def test_every_collective_is_simulated(name: str) -> None:
-    """With the planner's algorithm; a barrier has no bytes."""
+    """With the algorithm that is chosen by itself; a barrier has no bytes."""
     [row] = collective("--collective", name, "--ranks", "3", "--bytes", "120000", "--repeat", "1")
     assert row["first"].startswith(f"{name}, 3 ranks: " if name == "barrier" else f"{name} of 120000 bytes, 3 ranks: ")
     assert float(row["ms"]) > 0

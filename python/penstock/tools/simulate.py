@@ -484,7 +484,7 @@ def show_rates(
 @click.option(
     "--algorithm",
     metavar="NAME",
-    help="Of an all-reduce, as PENSTOCK_ALGORITHM: ring, halving-doubling, ... Default: the planner's choice.",
+    help="Of an all-reduce, as PENSTOCK_ALGORITHM: ring, halving-doubling, ... Default: chosen by size and hosts.",
 )
 @click.option("--ranks", type=click.IntRange(2), default=8, show_default=True, help="Ranks, each on a host of its own.")
 @click.option(

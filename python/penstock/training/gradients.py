@@ -274,7 +274,7 @@ class GradientReducer:
 
     @property
     def setting(self) -> Setting:
-        """The setting in force. Algorithm ``auto``: the planner chooses, by size and hosts."""
+        """The setting in force. Algorithm ``auto``: chosen by size and hosts."""
         return self._setting if self._tuning is None else self._tuning.setting
 
     @property
