@@ -37,8 +37,8 @@ def test_info_shows_values_and_where_they_come_from() -> None:
     ended = _penstock(["info", "--json"], set_here)
     assert ended.returncode == 0 and "stone" not in ended.stdout + ended.stderr, ended.stderr
     settings = {setting["name"]: setting for setting in json.loads(ended.stdout)["settings"]}
-    assert list(settings) == [setting.name for setting in config.SETTINGS]
-    for setting in config.SETTINGS:
+    assert list(settings) == [setting.name for setting in config.VARIABLES]
+    for setting in config.VARIABLES:
         shown = settings[setting.name]
         assert shown["origin"] == ("environment" if setting.name in set_here else "default"), shown
         assert shown["value"] == {**set_here, "PENSTOCK_SECRET": "(set, not shown)"}.get(
@@ -48,10 +48,10 @@ def test_info_shows_values_and_where_they_come_from() -> None:
     table = _penstock(["info", "--all"], set_here)
     assert table.returncode == 0 and "stone" not in table.stdout, table.stderr
     rows = re.findall(r"│ (PENSTOCK_\w+)", table.stdout)
-    assert set(rows[:2]) == set(set_here) and set(rows) == {setting.name for setting in config.SETTINGS}, rows
+    assert set(rows[:2]) == set(set_here) and set(rows) == {setting.name for setting in config.VARIABLES}, rows
     table = _penstock(["info"], set_here)
     assert set(re.findall(r"│ (PENSTOCK_\w+)", table.stdout)) == set(set_here)
-    assert f"{len(config.SETTINGS) - 2} more settings" in table.stdout, table.stdout
+    assert f"{len(config.VARIABLES) - 2} more settings" in table.stdout, table.stdout
 
 
 @pytest.mark.parametrize(

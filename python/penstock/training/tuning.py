@@ -106,7 +106,7 @@ def space_of(
         pinned: the fields that the user has decided.
         open_streams: to a rank, at the most.
     """
-    # Between ranks of one host, memory is read: no stream carries anything, and none reads less than the algorithm that is chosen by itself.
+    # Between ranks of one host, memory is read: no stream carries anything, and what `auto` chooses reads least.
     several = len(set(hosts)) > 1
     algorithms = [AUTO]
     if several and len(hosts) > 2:
