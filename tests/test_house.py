@@ -457,7 +457,7 @@ def test_every_variable_is_a_setting(root: pathlib.Path) -> None:
 
 # Which rooms of the Python package a room may use (ARCHITECTURE.md, "Rooms"). `errors`, `extras`,
 # `renamed` and `_core` are for all.
-FOR_ALL = {"_core", "errors", "extras", "files", "renamed"}
+FOR_ALL = {"_core", "errors", "extras", "files", "numbers", "renamed"}
 PYTHON_MAY_USE = {
     "cluster": set(),
     "runtime": {"cluster", "live"},

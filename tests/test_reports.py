@@ -18,7 +18,7 @@ import pytest
 
 import browser
 from characterized import CELL, as_in_the_paper, outcome
-from penstock import files
+from penstock import files, numbers
 from penstock.cluster import generate
 from penstock.cluster.network import Cluster
 from penstock.planning import baselines
@@ -46,7 +46,6 @@ from penstock.reports import (
     Timeline,
     charts,
     drawing,
-    numbers,
     render,
     series,
     ticks,
@@ -403,6 +402,15 @@ def test_ticks_are_round_and_few() -> None:
         (numbers.duration(1234), "1234 s"),
         (numbers.size(64 << 20), "64 MiB"),
         (numbers.size(1000), "1000 B"),
+        (numbers.size(5 << 40), "5 TiB"),
+        (numbers.traffic(20.4e9), "20.4 GB"),
+        (numbers.byte_rate(999_600), "1 MB/s"),
+        (numbers.byte_rate(12), "12 B/s"),
+        (numbers.bit_rate(422.222e6), "422.2 Mbit/s"),
+        (numbers.bit_rate(9_999_400_000), "9999 Mbit/s"),
+        (numbers.bit_rate(9_999_600_000), "10 Gbit/s"),
+        (numbers.bit_rate(12_345e9), "12345 Gbit/s"),
+        (numbers.bit_rate(float("inf")), "unlimited"),
         (numbers.share(0.956), "96%"),
         (numbers.change(0.0123), "+1.2%"),
         (numbers.times(4.605), "4.61 ×"),

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from penstock.live.view import Heard, Snapshot
-from penstock.reports import numbers
+from penstock import numbers
 
 __all__ = ["event"]
 
@@ -86,7 +86,7 @@ def _cards(job: Snapshot) -> list[list[str]]:
         of = "of the interfaces' speed" if link.is_speed else "of the highest rate seen"
         busiest = "" if len(job.links) == 1 else f" on {link.host.partition('/')[0][:24]}, the busiest host"
         if link.is_telling:
-            cards.append([numbers.share(link.share), f"of the link{busiest}", f"{of}: {_rate(link.limit)} one way"])
+            cards.append([numbers.share(link.share), f"of the link{busiest}", f"{of}: {numbers.byte_rate(link.limit)} one way"])
     if job.straggler is not None and job.stuck_s is None:
         late = numbers.duration(job.straggler.late_s)
         cards.append(
@@ -139,9 +139,9 @@ def _rank(job: Snapshot, each: Heard) -> list[str]:
         state,
         "" if found["median_s"] is None else numbers.duration(found["median_s"]),
         "" if found["in_flight"] is None or not is_running else numbers.share(found["in_flight"]),
-        _rate(found["sent_per_s"]) if is_running else "",
-        _rate(found["received_per_s"]) if is_running else "",
-        "" if found["reduced_per_s"] is None or not is_running else _rate(found["reduced_per_s"]),
+        numbers.byte_rate(found["sent_per_s"]) if is_running else "",
+        numbers.byte_rate(found["received_per_s"]) if is_running else "",
+        "" if found["reduced_per_s"] is None or not is_running else numbers.byte_rate(found["reduced_per_s"]),
         f"{found['steps']:,.0f}",
         found["host"].partition("/")[0],
         waits,
@@ -156,8 +156,8 @@ def _streams(job: Snapshot) -> dict[str, Any]:
             continue
         for peer, medium, count, sent, received, trip, slowest, fastest, repeated in each.numbers["peers"]:
             through = medium if medium != "tcp" else numbers.plural(int(count), "TCP stream")
-            each_stream = "" if medium != "tcp" or not fastest else f"{_rate(slowest)} to {_rate(fastest)}"
-            row = [f"{each.rank} → {int(peer)}", through, _rate(sent), _rate(received), each_stream]
+            each_stream = "" if medium != "tcp" or not fastest else f"{numbers.byte_rate(slowest)} to {numbers.byte_rate(fastest)}"
+            row = [f"{each.rank} → {int(peer)}", through, numbers.byte_rate(sent), numbers.byte_rate(received), each_stream]
             row += [numbers.duration(trip) if trip else "", f"{int(repeated):,}" if medium == "tcp" else ""]
             rows.append((-(sent + received), row))
     rows.sort(key=lambda one: one[0])
@@ -196,21 +196,13 @@ def _aggregated(job: Snapshot) -> dict[str, Any]:
             continue
         for group, server, parent, rate, again, bypasses, why in each.numbers["aggregated"]:
             way = f"fell back: {why}" if why else parent or "straight"
-            rows.append([str(each.rank), group, server, way, _rate(rate), f"{again:,.0f}", f"{bypasses:.0f}"])
+            rows.append([str(each.rank), group, server, way, numbers.byte_rate(rate), f"{again:,.0f}", f"{bypasses:.0f}"])
     columns = ["rank", "group", "server", "by way of", "of tensors", "blocks again", "bypasses"]
     return {"title": "Aggregators and servers", "note": "", "columns": columns, "rows": rows[:_MOST_ROWS]}
 
 
 def _host(each: Heard) -> str:
     return str((each.numbers or {}).get("host", ""))
-
-
-def _rate(per_s: float) -> str:
-    """Such as ``117 MB/s``."""
-    for unit, name in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
-        if per_s >= 0.9995 * unit:
-            return f"{per_s / unit:.3g} {name}" if per_s < 999.5 * unit else f"{per_s / unit:.0f} {name}"
-    return f"{per_s:.0f} B/s"
 
 
 def _rounded(value: float) -> float:

@@ -5,7 +5,7 @@ HTML file that needs nothing else: no script, no font, no image of its own. A to
 here, once:
 
 - `charts`: what a chart shows, as data: `Bars` and `Lines`, with a unit on every axis. Pure.
-- `numbers`, `ticks`: numbers as people write them, and where ticks stand. Pure.
+- `ticks`: where ticks stand. Pure. Numbers are written by `penstock.numbers`.
 - `drawing`: charts to SVG, by matplotlib. Each chart is drawn twice, for wide screens and for narrow ones, so that its text keeps
   its size; a media query of the stylesheet chooses. This is the only module that imports matplotlib (the extra ``report``).
 - `network`: a network with what its links carry, as data and as SVG. Pure.

@@ -32,6 +32,7 @@ from rich.table import Column, Table
 from penstock.errors import Config as ConfigError
 from penstock.errors import PenstockError
 from penstock.files import write_whole
+from penstock.numbers import bit_rate
 from penstock.runtime import config
 from penstock.tools import links
 from penstock.tools.bench.mesh import STALL_S, Mesh
@@ -223,7 +224,7 @@ def _measure_links(size: int, output: str, servers: Sequence[int], aggregators: 
         click.echo(f"{output} was not written: {error}", err=True)
         return False
     for link in cluster.links:
-        rate = f"{(link.rate_bit_s or 0) / 1e6:,.4g} Mbit/s"
+        rate = bit_rate(link.rate_bit_s or 0)
         click.echo(f"{link.name:>20}  {rate:>18}  {link.delay_ns / 1e6:.2f} ms")
     for note in (*unexplained, *notes):
         click.echo(f"! {note}")

@@ -28,7 +28,7 @@ from penstock.reports import (
 )
 from penstock.reports import series as series_look
 from penstock.reports.charts import Look
-from penstock.reports.numbers import duration, plural, share, size, times
+from penstock.numbers import duration, plural, share, size, times
 from penstock.tools.bench import machine
 from penstock.tools.bench.collectives import COLLECTIVES
 from penstock.tools.bench.session import Point, Series, Settings

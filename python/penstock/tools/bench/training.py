@@ -35,7 +35,7 @@ from penstock.reports import (
     Table,
     series,
 )
-from penstock.reports.numbers import milliseconds, plural, share, times
+from penstock.numbers import milliseconds, plural, share, times
 from penstock.runtime.wire import sent_bytes
 from penstock.tools.bench import machine
 from penstock.tools.bench.options import (

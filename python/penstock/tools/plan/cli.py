@@ -22,8 +22,9 @@ from penstock.cluster.network import Cluster, Job
 from penstock.errors import Config as ConfigError
 from penstock.extras import installed, need
 from penstock.files import write_whole
+from penstock.numbers import bit_rate
 from penstock.tools.commands import Group
-from penstock.tools.plan.planned import Proposal, describe, describe_jobs, plan, plan_jobs, rate_text
+from penstock.tools.plan.planned import Proposal, describe, describe_jobs, plan, plan_jobs
 
 if TYPE_CHECKING:
     from penstock.planning.replan import Decision
@@ -277,7 +278,7 @@ def _going_on() -> Iterator[None]:
 
 
 def _told(decision: Decision, output: str | None) -> str:
-    told = f"{rate_text(decision.rate)} a worker: {decision.reason}"
+    told = f"{bit_rate(decision.rate)} a worker: {decision.reason}"
     if not decision.is_changed:
         return f"{told}; nothing changes"
     ways = f"{decision.moved} pairs of server and worker have another aggregator" if decision.moved else "other routes"

@@ -11,10 +11,11 @@ from penstock.cluster import deployment as deployments
 from penstock.cluster import file, places
 from penstock.cluster.network import Cluster, Job
 from penstock.cluster.routes import other
+from penstock.numbers import bit_rate
 from penstock.planning.evaluate import Evaluation, Load, evaluate
 from penstock.planning.scheme import Scheme
 from penstock.reports import Card, Column, Edge, Line, Network, Next, Node, Page, Picture, Section, Table
-from penstock.tools.plan.planned import Proposal, candidates_for, not_relaxed, rate_text
+from penstock.tools.plan.planned import Proposal, candidates_for, not_relaxed
 
 __all__ = ["Explained", "describe", "is_deployment", "network", "of_deployment", "of_proposal", "page"]
 
@@ -95,7 +96,7 @@ def of_deployment(
 def describe(found: Explained) -> str:
     """The text."""
     worth = found.worth
-    lines = [f"{rate_text(worth.rate)} a worker{_of_bound(found)}. Full: {_full(worth)}."]
+    lines = [f"{bit_rate(worth.rate)} a worker{_of_bound(found)}. Full: {_full(worth)}."]
     lines += [] if found.is_relaxed else [not_relaxed()]
     if found.not_counted:
         lines.append(found.not_counted)
@@ -103,13 +104,13 @@ def describe(found: Explained) -> str:
         lines.append(f"A step's gradients take {8 * found.job.gradient_bytes / worth.rate:.3g} s on their way.")
     for server, part in found.scheme.fractions.items():
         lines.append("")
-        lines.append(f"server {server}: {part:.1%} of the model, {rate_text(part * worth.rate)} of every worker")
+        lines.append(f"server {server}: {part:.1%} of the model, {bit_rate(part * worth.rate)} of every worker")
         lines += [f"  {line}" for line in _tree(found, server)]
     lines += ["", "fullest:"]
     width = max((len(load.name) for load in worth.loads[:_SHOWN]), default=0)
     for load in worth.loads[:_SHOWN]:
         lines.append(
-            f"  {load.name:{width}}  {rate_text(load.load):>13} of {rate_text(load.room):<13} {load.share:>6.1%}"
+            f"  {load.name:{width}}  {bit_rate(load.load):>13} of {bit_rate(load.room):<13} {load.share:>6.1%}"
         )
     if len(worth.loads) > _SHOWN:
         lines.append(f"  ... and {len(worth.loads) - _SHOWN} more that are used")
@@ -163,10 +164,10 @@ def page(found: Explained, path: str) -> Page:
     """The report."""
     worth = found.worth
     full = _full(worth)
-    bound = [] if not found.bound else [Card(f"{worth.rate / found.bound:.0%}", "of the bound", rate_text(found.bound))]
+    bound = [] if not found.bound else [Card(f"{worth.rate / found.bound:.0%}", "of the bound", bit_rate(found.bound))]
     lines = [
         Line(
-            [load.name, rate_text(load.load), rate_text(load.room), f"{load.share:.0%}"],
+            [load.name, bit_rate(load.load), bit_rate(load.room), f"{load.share:.0%}"],
             kind="best" if load.share > _FULL else "plain",
         )
         for load in worth.loads[:_LISTED]
@@ -184,7 +185,7 @@ def page(found: Explained, path: str) -> Page:
     ]
     return Page(
         kind="Penstock plan",
-        answer=f"{rate_text(worth.rate)} a worker; full: {full}",
+        answer=f"{bit_rate(worth.rate)} a worker; full: {full}",
         picture=Picture(
             "network",
             network(found),
@@ -195,7 +196,7 @@ def page(found: Explained, path: str) -> Page:
         setting=f"Job {found.job.name}: {len(found.job.workers)} ranks, {len(found.scheme.fractions)} servers. Computed. "
         + found.not_counted,
         cards=[
-            Card(rate_text(worth.rate), "a worker", "at best"),
+            Card(bit_rate(worth.rate), "a worker", "at best"),
             *bound,
             Card(str(len(worth.loads)), "links and nodes in use", full),
         ],
@@ -273,7 +274,7 @@ def _edge(ends: tuple[str, str], load: Load | None, widest: float, what: str) ->
     return Edge(
         ends,
         min(load.load / widest, 1.0),
-        f"{what}: {rate_text(load.load)} of {rate_text(load.room)}, {load.share:.0%}",
+        f"{what}: {bit_rate(load.load)} of {bit_rate(load.room)}, {load.share:.0%}",
         _is_full(load),
     )
 

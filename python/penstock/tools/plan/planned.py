@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from penstock.cluster.network import Cluster, Job
 from penstock.errors import Config as ConfigError
 from penstock.extras import installed
+from penstock.numbers import bit_rate
 from penstock.planning.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ __all__ = [
     "not_relaxed",
     "plan",
     "plan_jobs",
-    "rate_text",
 ]
 
 
@@ -78,7 +78,7 @@ class Proposal:
         """What a deployment's comment says: objective, bound, gap, and what is full."""
         first = self.rows[0]
         return {
-            "Planned": f"{rate_text(self.rate_bit_s)} a worker{self.beside}",
+            "Planned": f"{bit_rate(self.rate_bit_s)} a worker{self.beside}",
             **bound_told(self.rate_bit_s, self.bound, is_proven=self.is_proven, is_relaxed=self.is_relaxed),
             "Full": first.binding,
         }
@@ -102,7 +102,7 @@ def bound_told(rate: float, bound: float, *, is_proven: bool = False, is_relaxed
         return {"Bound": "none was found in time"}
     gap = f"{1 - rate / bound:.1%} below the bound" if bound > 0 else "none"
     return {
-        "Bound": rate_text(bound) + ("" if is_relaxed else ", from prices: the linear program was not solved"),
+        "Bound": bit_rate(bound) + ("" if is_relaxed else ", from prices: the linear program was not solved"),
         "Gap": gap + (", and proven best" if is_proven else ""),
     }
 
@@ -146,7 +146,7 @@ def plan(
     relaxed = relax(problem, seconds=_OF_THE_BOUND * seconds)
     bound = bound_of_all(problem, relaxed)
     if bound <= 0 or (at_least is not None and bound < at_least):
-        wanted = "any" if at_least is None else f"{rate_text(at_least)} a worker"
+        wanted = "any" if at_least is None else f"{bit_rate(at_least)} a worker"
         raise ConfigError(f"no deployment reaches {wanted}{_against(problem, at_least or 0.0, seconds, progress)}")
     # Of a small problem the second half of the time is for a proof.
     is_small = is_provable(problem)
@@ -183,9 +183,9 @@ def plan(
     rate = rows[0].rate_bit_s or 0.0
     if at_least is not None and rate < at_least:
         more = "" if is_proven else ": give it more --seconds"
-        forbids = "and is proven best" if is_proven else f"which the bound of {rate_text(bound)} does not forbid"
+        forbids = "and is proven best" if is_proven else f"which the bound of {bit_rate(bound)} does not forbid"
         raise ConfigError(
-            f"the best deployment found sends {rate_text(rate)} a worker, below {rate_text(at_least)}, {forbids}{more}; full is "
+            f"the best deployment found sends {bit_rate(rate)} a worker, below {bit_rate(at_least)}, {forbids}{more}; full is "
             f"{rows[0].binding}"
         )
     of_ring, binding = baselines.ring(cluster, job)
@@ -278,7 +278,7 @@ def plan_jobs(cluster: Cluster, *, is_joint: bool, seed: int, seconds: float, le
         fullest = max(loads_of(cluster, each.job, each.scheme).keys() & shares, key=lambda name: shares[name])
         full = fullest if shares[fullest] > _FULL else f"nothing; {fullest} at {shares[fullest]:.0%}"
         row = Row("planned", rate, rate / each.bound if math.isfinite(each.bound) else None, full)
-        others = [f"{name} sends {rate_text(of)}" for name, of in rates.items() if name != each.job.name]
+        others = [f"{name} sends {bit_rate(of)}" for name, of in rates.items() if name != each.job.name]
         beside = f", while {', '.join(others[:_SHOWN])}" + (" and others send" if len(others) > _SHOWN else "")
         proposals.append(
             Proposal(
@@ -305,7 +305,7 @@ def describe(made: Proposal) -> str:
         is_free = "loads nothing that has a limit"
         lines.append(f"Do not aggregate: a ring of ranks {is_faster if math.isfinite(ring.rate_bit_s) else is_free}.")
     share = "no bound was found in time" if first.of_bound is None else f"{first.of_bound:.1%} of the bound"
-    lines.append(f"{rate_text(rate)} a worker, {share}. Full: {first.binding}.")
+    lines.append(f"{bit_rate(rate)} a worker, {share}. Full: {first.binding}.")
     if made.is_proven:
         levels = "one level" if made.levels == 1 else f"{made.levels} levels"
         lines.append(f"Proven best: no deployment with {levels} of aggregators is faster.")
@@ -323,7 +323,7 @@ def describe_jobs(proposals: Sequence[Proposal]) -> str:
     """Several jobs', as a text."""
     rows = [Row(each.job.name, each.rate_bit_s, each.rows[0].of_bound, each.rows[0].binding) for each in proposals]
     slowest = min(proposals, key=lambda each: each.rate_bit_s)
-    lines = [f"All at once: {slowest.job.name} is the slowest with {rate_text(slowest.rate_bit_s)} a worker."]
+    lines = [f"All at once: {slowest.job.name} is the slowest with {bit_rate(slowest.rate_bit_s)} a worker."]
     if any(each.is_out_of_time for each in proposals):
         lines.append("The time ended the search; with more --seconds it may find better deployments.")
     lines += [] if all(each.is_relaxed for each in proposals) else [not_relaxed()]
@@ -341,13 +341,9 @@ def _table(rows: Sequence[Row]) -> list[str]:
     lines = [f"{'':{width}}  {'a worker':>13}  of bound  full"]
     for row in rows:
         share = "" if row.of_bound is None else f"{row.of_bound:.1%}"
-        rate = "-" if row.rate_bit_s is None else rate_text(row.rate_bit_s)
+        rate = "-" if row.rate_bit_s is None else bit_rate(row.rate_bit_s)
         lines.append(f"{row.way:{width}}  {rate:>13}  {share:>8}  {row.binding}")
     return lines
-
-
-def rate_text(bit_s: float) -> str:
-    return "unlimited" if not math.isfinite(bit_s) else f"{bit_s / 1e6:.4g} Mbit/s"
 
 
 def _finite(value: float) -> float | None:

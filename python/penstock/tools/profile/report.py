@@ -26,7 +26,7 @@ from penstock.reports import (
     Table,
     series,
 )
-from penstock.reports.numbers import duration, plural, share
+from penstock.numbers import duration, plural, share
 from penstock.tools.profile import shown, steps
 from penstock.tools.profile.shown import Unit, still_ns, unit
 

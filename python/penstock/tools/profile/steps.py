@@ -15,7 +15,7 @@ from penstock.profiling.record import Interval, Record
 from penstock.profiling.turns import turns
 from penstock.profiling.utilisation import Series, series
 from penstock.reports import Axis, Key, Picture, Row, Stretch, Timeline
-from penstock.reports.numbers import duration
+from penstock.numbers import duration
 from penstock.tools.profile.shown import unit
 
 __all__ = ["Rates", "rates", "timeline"]
