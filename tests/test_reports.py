@@ -59,6 +59,7 @@ from penstock.tools.bench import (
     pauses,
     planner,
     readiness,
+    threads,
     training,
     tuner,
     urgency,
@@ -199,6 +200,15 @@ def pauses_page() -> Page:
     return emulated.page(pauses.story(rows), pauses.table(rows), LINK, ABOUT)
 
 
+def threads_page() -> Page:
+    rows = [
+        threads.Row(what, count, 0.02 / count, [0.31] * count, *((0.041, 0.0123) if count > 1 else (None, None)), 3e9)
+        for what in ("send", "receive", "all-reduce")
+        for count in (1, 2, 4)
+    ]
+    return threads.page(rows, ABOUT)
+
+
 def bench_plan_page() -> Page:
     rows = [
         planner.Row(
@@ -253,6 +263,7 @@ PAGES: dict[str, Callable[[], Page]] = {
     "urgency": urgency_page,
     "pauses": pauses_page,
     "endpoints": endpoints_page,
+    "threads": threads_page,
     "profile": lambda: profile_report.page(breakdown(4), records(4)),
     "profile of many": lambda: profile_report.page(breakdown(64, 17), records(64)),
     "profile of sums": sums_page,

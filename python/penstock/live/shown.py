@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from penstock.live.view import Heard, Snapshot
 from penstock import numbers
+from penstock.live.view import Heard, Snapshot
 
 __all__ = ["event"]
 
 
 def event(job: Snapshot) -> dict[str, Any]:
     """The job as it goes over ``/events``, as JSON: ``state``, ``answer`` (one line), ``setting``, ``alarms``, ``cards`` (number,
-    what, note), ``history`` (step times in ms), ``tables`` (title, note, columns, rows) and ``complaints``."""
+    what, note), ``history`` (step times in ms) and ``span`` (a line about it), ``tables`` (title, note, columns, rows) and ``complaints``."""
     return {
         "penstock": 1,
         "state": job.state,
@@ -22,6 +23,7 @@ def event(job: Snapshot) -> dict[str, Any]:
         "alarms": _alarms(job),
         "cards": _cards(job),
         "history": [round(1e3 * each, 3) for each in job.history],
+        "span": _span(job.history),
         "tables": [table for table in (_ranks(job), _streams(job), _groups(job), _aggregated(job)) if table["rows"]],
         "complaints": [
             f"{time.strftime('%H:%M:%S', time.localtime(when))} rank {rank}: {text}"
@@ -47,6 +49,13 @@ def _answer(job: Snapshot) -> str:
     if job.straggler is not None:
         told += f"; the others wait {numbers.duration(job.straggler.late_s)} of it for rank {job.straggler.rank}"
     return told
+
+
+def _span(history: Sequence[float]) -> str:
+    if len(history) < 2:
+        return ""
+    least, most = numbers.duration(min(history)), numbers.duration(max(history))
+    return f"Step time in the last {len(history)} looks: {least} to {most}."
 
 
 def _setting(job: Snapshot) -> str:

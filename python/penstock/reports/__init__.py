@@ -10,6 +10,7 @@ here, once:
   its size; a media query of the stylesheet chooses. This is the only module that imports matplotlib (the extra ``report``).
 - `network`: a network with what its links carry, as data and as SVG. Pure.
 - `timeline`: what ran when, row by row, as data and as SVG. Pure.
+- `svg`: the frame, texts and keys of these two. Pure.
 - `tables`: a table for the terminal and for the page, from the same texts.
 - `page`: the skeleton, and what stands in it.
 - `terminal`: the first screen of a page on a terminal, with its bars.
