@@ -183,6 +183,8 @@ def explain(
     """Say where a deployment's gradients flow, what that loads, and what is full. For a cluster file, plan one."""
     from penstock.tools.plan import explained
 
+    if report_path is not None:
+        need("penstock plan explain --report", "matplotlib")
     with _reporting():
         text = places.read_text(path, path)
         if explained.is_deployment(text, path):
@@ -196,7 +198,6 @@ def explain(
             found = explained.of_proposal(cluster, plan(cluster, job, seed=seed, seconds=seconds, levels=levels))
         click.echo(explained.describe(found))
         if report_path is not None:
-            need("penstock plan explain --report", "matplotlib")
             from penstock.reports import render
 
             write_whole(Path(report_path), render(explained.page(found, path)))
