@@ -456,9 +456,8 @@ def test_every_variable_is_a_setting(root: pathlib.Path) -> None:
     assert named - {setting.name for setting in config.VARIABLES} == {*config.MARKS, *config.OLD_NAMES}
 
 
-# Which rooms of the Python package a room may use (ARCHITECTURE.md, "Rooms"). `errors`, `extras`,
-# `renamed` and `_core` are for all.
-FOR_ALL = {"_core", "errors", "extras", "files", "numbers", "renamed"}
+# Which rooms of the Python package a room may use (ARCHITECTURE.md, "Rooms"). `FOR_ALL` are for all.
+FOR_ALL = {"_core", "addresses", "errors", "extras", "files", "numbers", "renamed"}
 PYTHON_MAY_USE = {
     "cluster": set(),
     "runtime": {"cluster", "live"},

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import renamed
+from penstock.addresses import split
 from penstock.errors import Config as ConfigError
 
 __all__ = [
@@ -235,9 +236,8 @@ def _bytes(text: str) -> int:
 def _live(text: str) -> tuple[str, int] | None:
     if not text:
         return None
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not (port.isascii() and port.isdigit() and int(port) <= 65535) or (colon and not host):
+    host, port = split(text)
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535) or (":" in text and not host):
         raise ValueError("must be PORT or ADDR:PORT, with a port up to 65535")
     return host or "127.0.0.1", int(port)
 

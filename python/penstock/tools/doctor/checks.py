@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import ipaddress
 import os
 import resource
 import socket
 import statistics
-import struct
 import threading
 import time
 from collections.abc import Iterable
@@ -20,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from penstock.cluster.jobs import interface_mtu
 from penstock.runtime import config
 from penstock.tools.doctor import pairs
 
@@ -70,7 +69,7 @@ def check(size: int) -> bool:
     dist.all_gather_object(everyone, own)
     if dist.get_rank() == 0:
         # Now that no other rank waits.
-        if warning := names_warning({peer["address"].rsplit(":", 1)[0] for peer in peers.values()}):
+        if warning := names_warning({pairs.host_of(peer) for peer in peers.values()}):
             everyone[0]["limits"]["warnings"].append(warning)
         _print(everyone)
     return not any(one["limits"]["warnings"] for one in everyone)
@@ -189,7 +188,7 @@ def _limits() -> dict[str, Any]:
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     congestion = _read("/proc/sys/net/ipv4/tcp_congestion_control")
     wmem = _read("/proc/sys/net/ipv4/tcp_wmem").split()
-    interfaces = [f"{name} ({mtu})" for _, name in socket.if_nameindex() if (mtu := _mtu(name))]
+    interfaces = [f"{name} ({mtu})" for _, name in socket.if_nameindex() if (mtu := interface_mtu(name))]
     warnings = []
     if files != resource.RLIM_INFINITY and files < 4096:
         streams = config.read().streams
@@ -208,15 +207,6 @@ def _limits() -> dict[str, Any]:
     }
 
 
-def _mtu(name: str) -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, _SIOCGIFMTU, struct.pack("16si12x", name.encode(), 0))
-        except OSError:
-            return 0
-    return int(struct.unpack("16si12x", answer)[1])
-
-
 def _read(path: str) -> str:
     try:
         return Path(path).read_text().strip()
@@ -231,4 +221,3 @@ _SLOW_NAME_S, _LOOK_UP_WITHIN_S = 0.5, 2.0
 # Bytes per second each way: more than a link of 10 Gbit/s carries, and about what two cores move in memory.
 _PROCESSORS_LIMIT = 1.5e9
 _WIDTH_OF_FILES = 200
-_SIOCGIFMTU = 0x8921

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from penstock.addresses import split
 from penstock.runtime import config
 from penstock.tools.bench.mesh import STALL_S, Mesh
 
@@ -26,7 +27,7 @@ def partners(dist: Any) -> Iterator[int]:
 
 def host_of(peer: dict[str, Any]) -> str:
     """A peer's address without its port."""
-    return str(peer["address"].rsplit(":", 1)[0].strip("[]"))
+    return split(peer["address"])[0]
 
 
 def exchange(dist: Any, sent: Any, received: Any, other: int) -> float:

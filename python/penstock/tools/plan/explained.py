@@ -11,7 +11,7 @@ from penstock.cluster import deployment as deployments
 from penstock.cluster import file, places
 from penstock.cluster.network import Cluster, Job
 from penstock.cluster.routes import other
-from penstock.numbers import bit_rate
+from penstock.numbers import bit_rate, plural
 from penstock.planning.evaluate import Evaluation, Load, evaluate
 from penstock.planning.scheme import Scheme
 from penstock.reports import Card, Column, Edge, Line, Network, Next, Node, Page, Picture, Section, Table
@@ -133,13 +133,13 @@ def _tree(found: Explained, server: str) -> list[str]:
     via, above = found.scheme.via[server], found.scheme.above.get(server, {})
     routes = found.scheme.routes.get(server, {})
     straight = [rank for rank, place in enumerate(via) if place is None]
-    lines = [f"{_workers(straight)} straight: {_hosts(found.job, straight)}"] if straight else []
+    lines = [f"{plural(len(straight), 'worker')} straight: {_hosts(found.job, straight)}"] if straight else []
     used = dict.fromkeys([*(place for place in via if place is not None), *above.values()])
 
     def line(name: str) -> str:
         ranks = [rank for rank, place in enumerate(via) if place == name]
         below = [child for child, parent in above.items() if parent == name]
-        parts = [f"{_workers(ranks)}: {_hosts(found.job, ranks)}"] if ranks else []
+        parts = [f"{plural(len(ranks), 'worker')}: {_hosts(found.job, ranks)}"] if ranks else []
         parts += [f"aggregators {', '.join(below)}"] if below else []
         way = f", by {' '.join(routes[name])}" if name in routes else ""
         return f"{name} sums {'; '.join(parts)}{way}"
@@ -149,10 +149,6 @@ def _tree(found: Explained, server: str) -> list[str]:
             lines.append(line(name))
             lines += [f"  {line(child)}" for child, parent in above.items() if parent == name]
     return lines
-
-
-def _workers(ranks: Sequence[int]) -> str:
-    return f"{len(ranks)} worker{'' if len(ranks) == 1 else 's'}"
 
 
 def _hosts(job: Job, ranks: Sequence[int]) -> str:
