@@ -167,7 +167,9 @@ def test_bench_plan_in_small(tmp_path: pathlib.Path) -> None:
     assert ["proven best", "2.667", ""] in written["small"][0]["lines"]
     for uneven in (False, True):
         rates = {row.way: row.rate_bit_s for row in rows if row.uneven == uneven}
-        ratio = rates[planner.OURS] / max(rates[way] for way in (planner.INART, planner.R_INART, planner.ATP, planner.LBMM))
+        ratio = rates[planner.OURS] / max(
+            rates[way] for way in (planner.INART, planner.R_INART, planner.ATP, planner.LBMM)
+        )
         assert f"{ratio:.2f}x, {ratio:.2f}x at least" in said.output, said.output
     networks = {(row.uneven, row.workers, row.servers, row.seed) for row in rows}
     assert len(networks) == 2 and len(rows) == len(networks) * len(planner.WAYS)

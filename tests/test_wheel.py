@@ -145,7 +145,10 @@ dist.destroy_process_group()
         ("demo", "penstock demo needs matplotlib and scipy: pip install 'penstock[report,tune]'"),
         ("demo --backends gloo", "penstock demo needs matplotlib: pip install 'penstock[report]'"),
         ("bench all-reduce --plot out.svg", "penstock bench --plot needs matplotlib: pip install 'penstock[report]'"),
-        ("profile --html page.html train.py", "penstock profile --html needs matplotlib: pip install 'penstock[report]'"),
+        (
+            "profile --html page.html train.py",
+            "penstock profile --html needs matplotlib: pip install 'penstock[report]'",
+        ),
         (
             "characterize --html page.html matrix.yaml",
             "penstock characterize --html needs matplotlib: pip install 'penstock[report]'",

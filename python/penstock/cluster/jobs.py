@@ -117,7 +117,10 @@ def attach(
         sockets = _core.UdpSockets(
             [joined(address, 0) for _, address in local], offloads=agreed.offloads, buffer_bytes=_BUFFER_BYTES
         )
-        own: dict[str, Any] = {"addresses": sockets.addresses(), "mtu": min(interface_mtu(each) or _ETHERNET_MTU for each, _ in local)}
+        own: dict[str, Any] = {
+            "addresses": sockets.addresses(),
+            "mtu": min(interface_mtu(each) or _ETHERNET_MTU for each, _ in local),
+        }
     except PenstockError as error:
         own = {"error": f"rank {member.rank}: {error}"}
     store.set(f"rank/{member.rank}", json.dumps(own))

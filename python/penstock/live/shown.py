@@ -14,7 +14,8 @@ __all__ = ["event"]
 
 def event(job: Snapshot) -> dict[str, Any]:
     """The job as it goes over ``/events``, as JSON: ``state``, ``answer`` (one line), ``setting``, ``alarms``, ``cards`` (number,
-    what, note), ``history`` (step times in ms) and ``span`` (a line about it), ``tables`` (title, note, columns, rows) and ``complaints``."""
+    what, note), ``history`` (step times in ms), ``span`` (a line about it), ``tables`` (title, note, columns, rows) and
+    ``complaints``."""
     return {
         "penstock": 1,
         "state": job.state,
@@ -95,7 +96,9 @@ def _cards(job: Snapshot) -> list[list[str]]:
         of = "of the interfaces' speed" if link.is_speed else "of the highest rate seen"
         busiest = "" if len(job.links) == 1 else f" on {link.host.partition('/')[0][:24]}, the busiest host"
         if link.is_telling:
-            cards.append([numbers.share(link.share), f"of the link{busiest}", f"{of}: {numbers.byte_rate(link.limit)} one way"])
+            cards.append(
+                [numbers.share(link.share), f"of the link{busiest}", f"{of}: {numbers.byte_rate(link.limit)} one way"]
+            )
     if job.straggler is not None and job.stuck_s is None:
         late = numbers.duration(job.straggler.late_s)
         cards.append(
@@ -165,8 +168,18 @@ def _streams(job: Snapshot) -> dict[str, Any]:
             continue
         for peer, medium, count, sent, received, trip, slowest, fastest, repeated in each.numbers["peers"]:
             through = medium if medium != "tcp" else numbers.plural(int(count), "TCP stream")
-            each_stream = "" if medium != "tcp" or not fastest else f"{numbers.byte_rate(slowest)} to {numbers.byte_rate(fastest)}"
-            row = [f"{each.rank} → {int(peer)}", through, numbers.byte_rate(sent), numbers.byte_rate(received), each_stream]
+            each_stream = (
+                ""
+                if medium != "tcp" or not fastest
+                else f"{numbers.byte_rate(slowest)} to {numbers.byte_rate(fastest)}"
+            )
+            row = [
+                f"{each.rank} → {int(peer)}",
+                through,
+                numbers.byte_rate(sent),
+                numbers.byte_rate(received),
+                each_stream,
+            ]
             row += [numbers.duration(trip) if trip else "", f"{int(repeated):,}" if medium == "tcp" else ""]
             rows.append((-(sent + received), row))
     rows.sort(key=lambda one: one[0])
@@ -205,7 +218,9 @@ def _aggregated(job: Snapshot) -> dict[str, Any]:
             continue
         for group, server, parent, rate, again, bypasses, why in each.numbers["aggregated"]:
             way = f"fell back: {why}" if why else parent or "straight"
-            rows.append([str(each.rank), group, server, way, numbers.byte_rate(rate), f"{again:,.0f}", f"{bypasses:.0f}"])
+            rows.append(
+                [str(each.rank), group, server, way, numbers.byte_rate(rate), f"{again:,.0f}", f"{bypasses:.0f}"]
+            )
     columns = ["rank", "group", "server", "by way of", "of tensors", "blocks again", "bypasses"]
     return {"title": "Aggregators and servers", "note": "", "columns": columns, "rows": rows[:_MOST_ROWS]}
 

@@ -1,5 +1,5 @@
-"""Deployments that run: `penstock bench plan --testbed` carries schemes out on emulated hosts with shaped links and several ways, and
-compares what crosses every link with what was planned."""
+"""Deployments that run: `penstock bench plan --testbed` carries schemes out on emulated hosts with shaped links and several ways,
+and compares what crosses every link with what was planned."""
 
 from __future__ import annotations
 

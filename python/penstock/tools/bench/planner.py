@@ -49,7 +49,9 @@ __all__ = ["Row", "command", "fat_tree", "measure", "page", "tables"]
 @click.option("--workers", default="10,20,30,40,50", show_default=True, help="With 4 servers.")
 @click.option("--servers", default="2,3,4,5,6", show_default=True, help="With 48 workers; none: ''.")
 @click.option("--large/--no-large", default=True, show_default=True, help="Also time the largest problems.")
-@click.option("--testbed", is_flag=True, help="Instead run deployments on emulated hosts, and compare loads; needs root.")
+@click.option(
+    "--testbed", is_flag=True, help="Instead run deployments on emulated hosts, and compare loads; needs root."
+)
 @click.option(
     "--mebibytes", type=click.IntRange(1), default=64, show_default=True, help="Of a gradient, with --testbed."
 )

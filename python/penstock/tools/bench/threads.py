@@ -14,8 +14,8 @@ from typing import Any
 
 import click
 
-from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Page, Part, Picture, Section, Table, series
 from penstock.numbers import duration, plural
+from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Page, Part, Picture, Section, Table, series
 from penstock.tools.bench import machine
 from penstock.tools.bench.launcher import BenchError
 from penstock.tools.bench.options import check_files, files, parse_size

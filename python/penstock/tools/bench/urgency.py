@@ -15,8 +15,8 @@ from typing import Any
 
 import click
 
-from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Part, Picture, Table, series
 from penstock.numbers import milliseconds, size
+from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Part, Picture, Table, series
 from penstock.tools.bench import machine
 from penstock.tools.bench.aggregated.cluster import Cluster
 from penstock.tools.bench.emulated import Story, link_of, link_options, names_of, publish

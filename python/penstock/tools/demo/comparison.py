@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.reports import Column, Line, Table
 from penstock.numbers import change, milliseconds, share, size, times
+from penstock.reports import Column, Line, Table
 from penstock.runtime.wire import sent_bytes
 from penstock.tools.demo.prediction import Prediction
 from penstock.tools.demo.training import Phases, Training

@@ -40,7 +40,7 @@ def check(size: int) -> bool:
     sent, received = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     for other in pairs.partners(dist):
         seconds = [pairs.exchange(dist, sent, received, other) for _ in range(pairs.WARM_UP + pairs.REPEATS)]
-        rates[other] = size / statistics.median(seconds[pairs.WARM_UP:])
+        rates[other] = size / statistics.median(seconds[pairs.WARM_UP :])
         if peers[other]["medium"] != "tcp":
             continue
         host = pairs.host_of(peers[other])

@@ -74,9 +74,7 @@ def measure(size: int, output: str, servers: Sequence[int], aggregators: Sequenc
     seen = [one[0] for one in everyone]
     notes = [note for one in everyone for note in one[2]]
     try:
-        cluster, unexplained = cluster_of(
-            seen, servers=servers, aggregators=aggregators, together=slowest, size=size
-        )
+        cluster, unexplained = cluster_of(seen, servers=servers, aggregators=aggregators, together=slowest, size=size)
         said = [f"# Measured by `penstock doctor --links`, {time.strftime('%Y-%m-%d %H:%M')}, {world} ranks"]
         said += [f"# {note}" for note in (*unexplained, *notes)]
         write_whole(Path(output), "\n".join(said) + "\n" + file.dump(cluster))

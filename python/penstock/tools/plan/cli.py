@@ -91,7 +91,9 @@ def _searching(function: click.decorators.FC) -> click.decorators.FC:
 @click.option("-o", "--output", type=click.Path(), help="Write the deployment to this file.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
 @click.option(
-    "--at-least", metavar="RATE", help="Fail where no deployment lets a worker send so fast, and say what stands against it."
+    "--at-least",
+    metavar="RATE",
+    help="Fail where no deployment lets a worker send so fast, and say what stands against it.",
 )
 @click.option(
     "--all-jobs",

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from penstock.numbers import bit_rate, duration, plural, share, size, traffic
 from penstock.profiling.advice import Advice
 from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Breakdown, Moving, Share
 from penstock.profiling.causes import Cause
 from penstock.reports import Column, Line, Table
-from penstock.numbers import bit_rate, duration, plural, share, size, traffic
 
 __all__ = [
     "Unit",

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.numbers import size
 from penstock.training.tune.space import Axis, Setting, Space
 
 __all__ = ["explain"]

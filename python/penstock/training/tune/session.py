@@ -325,7 +325,9 @@ class Session:
             self._choose(default, f"{why}: {champion}, {milliseconds(medians[champion])}, was {pairs}")
 
     def _lowest(self, setting: Setting) -> str:
-        return f"its median of {len(self._samples[setting])} steps, {milliseconds(self.medians[setting])}, is the lowest"
+        return (
+            f"its median of {len(self._samples[setting])} steps, {milliseconds(self.medians[setting])}, is the lowest"
+        )
 
     def _choose(self, setting: Setting, why: str) -> None:
         self.chosen, self.why = setting, why

@@ -33,9 +33,7 @@ class Setting:
     """off, bf16 or fp16: the dtype on the wire."""
 
     def __str__(self) -> str:
-        return (
-            f"{self.streams} streams, {size(self.bucket_bytes)} buckets, {self.algorithm}, {self.compression}"
-        )
+        return f"{self.streams} streams, {size(self.bucket_bytes)} buckets, {self.algorithm}, {self.compression}"
 
     @property
     def unit_bytes(self) -> int:
