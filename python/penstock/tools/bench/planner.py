@@ -285,7 +285,7 @@ def page(
         sections.append(Section("How long planning takes", [_of_times(times)]))
     return Page(
         kind="Penstock bench: plan",
-        answer=f"Rates of deployments over ATP: {told}",
+        answer=f"Planned rates over ATP's: {told}",
         picture=first,
         next=Next("Plan a cluster of your own.", "penstock plan cluster.yaml -o deployment.yaml"),
         setting="A fat-tree of 54 hosts and 45 switches as in InArt's section 5.3, computed: 20 Mbit/s a link, or 10 to 30.",
