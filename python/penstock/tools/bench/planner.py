@@ -550,7 +550,7 @@ SHOWN = (
         "sending rate",
         "Mbit/s",
         "What every worker can send",
-        "Dashed: what no deployment of one level passes.",
+        "Dashed: the bound for one level.",
     ),
     _Shown("time", 8 * MODELS["LSTM"], "time", "s", "How long gradients of the LSTM are on their way", GRADIENTS),
     _Shown("throughput", 1 / _MBIT, "throughput", "Mbit/s", "What all links carry together"),
