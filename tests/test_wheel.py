@@ -150,7 +150,7 @@ dist.destroy_process_group()
             "penstock profile --html needs matplotlib: pip install 'penstock[report]'",
         ),
         (
-            "characterize --html page.html matrix.yaml",
+            "characterize --html page.html train.py",
             "penstock characterize --html needs matplotlib: pip install 'penstock[report]'",
         ),
         (
