@@ -176,6 +176,7 @@ def test_a_deployments_routes_are_a_command(tmp_path: pathlib.Path) -> None:
 
 
 @needs_namespaces
+@pytest.mark.usefixtures("forks")
 def test_plans_run_on_a_testbed(tmp_path: pathlib.Path) -> None:
     """In small: every way's sums are right, go through the servers, and load the links that the plan loads; no link of the plan
     carries much more than its share of the whole, and a second spine is used."""
