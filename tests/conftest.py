@@ -117,7 +117,7 @@ def _skipped_without_hosts() -> Iterator[None]:
         pytest.skip(f"no emulated hosts here: {reason}")
 
 
-# Whole jobs, commands and testbeds: `./dev test quick` leaves these files out. Each took 30 s or more on two cores.
+# Whole jobs, commands and testbeds: `./dev test quick` leaves these files out. Each took 25 s or more on two cores.
 _SLOW = {
     "test_aggregated",
     "test_aggregated_faults",
@@ -140,14 +140,18 @@ _SLOW = {
     "test_links",
     "test_live",
     "test_p4_live",
+    "test_planning_changes",
     "test_planning_networks",
     "test_planning_watch",
     "test_point_to_point",
     "test_random_programs",
+    "test_reports",
     "test_testbed",
     "test_testbed_racks",
     "test_testbed_routes",
     "test_torch_suite",
+    "test_torch_uses",
+    "test_tune",
     "test_tuning",
     "test_wheel",
 }
