@@ -27,8 +27,11 @@ def root() -> pathlib.Path:
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What tools start with this interpreter in this process, on a testbed's hosts as well, are forks (`forked`)."""
-    import forked  # not above: it imports Penstock, which reads the environment that `pytest_configure` cleans first
+    # Not above: they import Penstock, which reads the environment that `pytest_configure` cleans first.
+    import forked
+    import ranks
 
+    ranks.fork_server()  # as in `_fork_server`, also for a file that does not import `ranks`
     monkeypatch.setattr(subprocess, "Popen", forked.Popen)
 
 

@@ -1088,6 +1088,7 @@ import os, pathlib, signal, sys
 sys.path[:0] = [{tests!r}, {scripts!r}]
 from test_house import load_dev
 dev = load_dev(pathlib.Path({root!r}))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as ./dev does: this may run where it is ignored
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 wait = "import os, signal; open('ready', 'w').write(str(os.getpid())); signal.pause()"
 with dev.Beside(dev.Tally(), lambda own: dev.run([sys.executable, "-c", wait])):
