@@ -167,6 +167,7 @@ def test_a_meter_sees_a_link_that_is_down_and_what_ranks_still_use(tmp_path: pat
 
 @needs_namespaces
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_a_job_moves_from_a_link_that_others_fill(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Ranks reduce while another host fills the link of their route: after three measurements the flow takes the other spine, and
     every sum before, during and after is right. Before others send, the job's own load changes nothing."""
@@ -238,6 +239,7 @@ def test_a_job_moves_from_a_link_that_others_fill(path: pathlib.Path, tmp_path: 
 
 @needs_namespaces
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_a_meter_sees_a_dead_aggregator(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """An aggregator is killed while ranks reduce: the server says that its workers bypass it, the meter that it is gone, and the
     deployment that follows does without it. All sums are right."""
