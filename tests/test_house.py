@@ -21,6 +21,7 @@ import packaging.requirements
 import pytest
 
 import browser
+import environments
 import penstock
 from penstock import cli, extras
 from penstock.runtime import config
@@ -452,12 +453,11 @@ def test_every_variable_is_a_setting(root: pathlib.Path) -> None:
         for path in (root / "python").rglob("*.py")
         for name in re.findall(r"\bPENSTOCK_[A-Z][A-Z_]*[A-Z]\b", path.read_text())
     }
-    assert named - {setting.name for setting in config.SETTINGS} == {*config.MARKS, *config.OLD_NAMES}
+    assert named - {setting.name for setting in config.VARIABLES} == {*config.MARKS, *config.OLD_NAMES}
 
 
-# Which rooms of the Python package a room may use (ARCHITECTURE.md, "Rooms"). `errors`, `extras`,
-# `renamed` and `_core` are for all.
-FOR_ALL = {"_core", "errors", "extras", "files", "renamed"}
+# Which rooms of the Python package a room may use (ARCHITECTURE.md, "Rooms"). `FOR_ALL` are for all.
+FOR_ALL = {"_core", "addresses", "errors", "extras", "files", "numbers", "renamed"}
 PYTHON_MAY_USE = {
     "cluster": set(),
     "runtime": {"cluster", "live"},
@@ -895,7 +895,7 @@ def test_dev_installs_nothing_that_it_may_not(
         "apt-get update && ", ""
     )
     with pytest.raises(dev.Problem, match="As root"):
-        dev.check_tools()
+        environments.check_tools()
     for tool in ("cc", "tc", "nft", "ethtool"):
         (tmp_path / tool).touch(0o755)
     assert dev.system_tools.install(dev.say) is None
@@ -954,10 +954,9 @@ def test_dev_finds_the_torch_that_the_user_has(
     (tmp_path / "torch-2.9.1+cpu.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.9.1+cpu\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    dev = load_dev(root)
-    found = dev.find_torch()
+    found = environments.find_torch()
     assert found == {"version": "2.9.1+cpu", "numbers": (2, 9, 1), "where": str(tmp_path)}
-    assert found["numbers"] < dev.TORCH_MIN
+    assert found["numbers"] < environments.TORCH_MIN
 
 
 def test_dev_tally_speaks_for_every_stage(

@@ -15,7 +15,7 @@ import forked
 from penstock.cli import main
 from penstock.cluster import file
 from penstock.errors import Config as ConfigError
-from penstock.tools.links import Seen, cluster_of
+from penstock.tools.doctor.links import Seen, cluster_of
 from penstock.tools.testbed import LinkSpec, Testbed, system
 from penstock.tools.testbed.bed import Loopback
 
