@@ -27,8 +27,7 @@ def shifted(record: Record, by_ns: int) -> Record:
 
 
 def _step(step: Step, by_ns: int) -> Step:
-    return replace(
-        step,
+    return step._replace(
         start_ns=step.start_ns + by_ns,
         end_ns=step.end_ns + by_ns,
         spans=tuple(Span(each.phase, each.start_ns + by_ns, each.end_ns + by_ns) for each in step.spans),

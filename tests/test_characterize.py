@@ -432,6 +432,45 @@ def test_a_matrix_runs_and_goes_on(tmp_path: Path) -> None:
     assert again.returncode == 0 and "1 of 2 runs are in" in again.stderr and kept.is_file(), again.stderr
 
 
+def test_a_run_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    """For real: penstock is told an interface that is not there, and gloo does not ask. What failed stands at the end with its
+    reason, and a second command makes that alone."""
+    path = written(tmp_path, "{models: gpt2-tiny, batches: 4, transports: [tcp, gloo], steps: 6, repeats: 1}")
+    command = [sys.executable, "-m", "penstock", "characterize", str(path)]
+    environment = {**os.environ, "NCCL_SOCKET_IFNAME": "nosuch0"}
+    first = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert first.returncode == 1, first.stdout + first.stderr
+    assert [one.cell.transport for one in results.read(tmp_path / "matrix.runs")] == ["gloo"]
+    assert "it failed, and the others go on: gpt2-tiny-data-2-4-tcp" in first.stderr and "2 of 2: " in first.stderr
+    end = first.stderr[first.stderr.index("Error: 1 run failed") :].splitlines()
+    assert len(end) == 2 and end[1].startswith("  gpt2-tiny-data-2-4-tcp-0-") and "nosuch0" in end[1], end
+    assert "2 ranks, 4" in first.stdout, "what has ended is shown"
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 0 and "1 of 2 runs are in" in again.stderr, again.stdout + again.stderr
+    assert "1 of 1: gpt2-tiny-data-2-4-tcp" in again.stderr
+
+
+def test_a_search_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two models the first one's search fails for another reason than memory: the other's is made, and its batch is run."""
+    path = written(tmp_path, "{models: [gpt2-tiny, bert-tiny], batches: 4, transports: gloo, repeats: 1}")
+    ran = []
+
+    def fits(cell: Cell, memory: int, **_: object) -> bool:
+        if cell.model == "gpt2-tiny":
+            raise running.RunFailed("it said:\n[rank0]: ValueError: no luck\n====")
+        return cell.batch <= 6
+
+    def run(cell: Cell, repeat: int, **_: object) -> Outcome:
+        ran.append((cell.model, cell.batch))
+        return outcome(cell, repeat)
+
+    monkeypatch.setattr(running, "fits", fits)
+    monkeypatch.setattr(running, "run", run)
+    told = CliRunner().invoke(cli.command, [str(path), "--memory", "512"])
+    assert told.exit_code == 1 and ran == [("gpt2-tiny", 4), ("bert-tiny", 4), ("bert-tiny", 6)]
+    assert "the largest batch of gpt2-tiny with 2 ranks of 512 MiB: [rank0]: ValueError: no luck" in told.output
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_matrix_that_is_stopped_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
     """In mid run: it says where what has ended is, and no process of the run goes on."""

@@ -218,7 +218,8 @@ def test_another_process_becomes_rank_0(monkeypatch: pytest.MonkeyPatch, capfd: 
 def engine_of(rank: int) -> running.Engine:
     """An engine that does nothing."""
     held = {"operations": 0}
-    stats = {"finished_operations": 0, "memory_bytes": 0, "held": held, "peers": [], "groups": [], "aggregated": {}}
+    stats = {"finished_operations": 0, "memory_bytes": 0, "memory_read_bytes": 0, "held": held}
+    stats |= {"peers": [], "groups": [], "aggregated": {}}
     return running.Engine(lambda: stats, lambda: '{"operations": []}', rank, 0, ("lo",))
 
 
@@ -622,6 +623,30 @@ def test_a_link_is_compared_with_its_speed_or_the_highest_rate() -> None:
     assert seen.links[1].share == 0.5
 
 
+def test_what_is_read_from_memory_is_received() -> None:
+    """From a peer whose memory is read: its rate is that of the reads, in the table and as metrics, and no part of the link."""
+    mine = own.Own(0, ["lo"], Counts(), own.Complaints())
+
+    def looked(read: int, now_s: float) -> dict[str, Any]:
+        streams = [{**dict.fromkeys(STREAM, 0), "received_bytes": read // 1000}]
+        peer = {"rank": 1, "medium": "memory", "lost": None, "memory_read_bytes": read, "streams": streams}
+        stats = {"finished_operations": 0, "memory_bytes": 0, "memory_read_bytes": read, "held": {"operations": 0}}
+        return mine.look({**stats, "peers": [peer], "groups": [], "aggregated": {}}, now_s)
+
+    looked(5_000_000, 1.0)
+    numbers = looked(11_000_000, 3.0)
+    assert (numbers["memory_read_per_s"], numbers["received_per_s"]) == (3_000_000, 3000)
+    told = {name: numbers[name] for name in ("peers", "memory_read_per_s", "received_per_s")}
+    seen = fed(2, numbers=lambda rank: told if rank == 0 else {})
+    [streams] = [table for table in shown.event(seen)["tables"] if table["title"] == "Streams"]
+    assert streams["rows"] == [["0 → 1", "memory", "0 B/s", "3 MB/s", "", "", ""]]
+    assert max(link.received for link in seen.links) == 3000
+    values = parsed(metrics.text(seen))
+    assert values['penstock_memory_read_bytes_per_second{rank="0"}'] == 3_000_000
+    assert values['penstock_peer_memory_read_bytes_per_second{rank="0",peer="1"}'] == 3_000_000
+
+
+STREAM = ("sent_bytes", "received_bytes", "repeated_frames", "rate_bytes_per_s", "round_trip_s")
 NASTY = '<img src=x onerror="document.title=1">\x1b[31m\n\\"{}'
 
 
@@ -687,17 +712,22 @@ def test_what_a_rank_tells_is_bounded() -> None:
     for number in range(100):
         complaints.filter(logging.LogRecord("penstock", logging.WARNING, "", 0, "x" * 5000 + "%d", (number,), None))
     mine = own.Own(0, ["lo"], Counts(), complaints)
-    stream = dict.fromkeys(
-        ("sent_bytes", "received_bytes", "repeated_frames", "rate_bytes_per_s", "round_trip_s"), 12345678.9
-    )
+    stream = dict.fromkeys(STREAM, 12345678.9)
     peers = [
-        {"rank": rank, "medium": "tcp", "lost": "y" * 9000 if rank % 2 else None, "streams": [stream] * 16}
+        {
+            "rank": rank,
+            "medium": "tcp",
+            "memory_read_bytes": 1 << 60,
+            "lost": "y" * 9000 if rank % 2 else None,
+            "streams": [stream] * 16,
+        }
         for rank in range(900)
     ]
     group = {"name": "g" * 999, "world": 900, "issued": 10**9, "active": 10**6, "failed": "z" * 9999}
     stats = {
         "finished_operations": 1,
         "memory_bytes": 1,
+        "memory_read_bytes": 1,
         "held": {"operations": 1},
         "peers": peers,
         "groups": [{**group, "channels": [group] * 50}] * 50,
@@ -857,7 +887,9 @@ def BUSY(rank: int, look: int) -> dict[str, Any]:
         "finished_per_s": 250,
         "retransmitted_per_s": 2.5,
         "waits": ["all_reduce(sum, 1000 x float32) of group 0", 1.5, "rank 1"],
-        "peers": [[peer, "tcp", 16, 39_800_000, 39_500_000, 0.00021, 2e6, 3e6, 0] for peer in range(3) if peer != rank],
+        "peers": [
+            [peer, "tcp", 16, 39_800_000, 39_500_000, 0.00021, 2e6, 3e6, 0, 0] for peer in range(3) if peer != rank
+        ],
         "groups": [["0", 3, 12345, 4, None], ["0/buckets", 3, 2345, 2, None]],
         "aggregated": [["0/buckets", "10.77.2.1:5400", "10.77.1.1:5400", 81_200_000, 3, 0, None]],
         "complaints": [[1.7e9, "PENSTOCK_CHECK=slow: in the last 20 steps rank 1 was last in 20 of 20"]],

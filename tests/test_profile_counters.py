@@ -17,7 +17,13 @@ from typing import Any
 
 import pytest
 
-from penstock.profiling import counters, record, sampler
+import forked
+from penstock.profiling import counters, record, sampler, utilisation
+from penstock.profiling.divide import divide
+from penstock.profiling.measures import Measures
+from penstock.profiling.readers import load
+from penstock.reports import Picture
+from penstock.tools.profile import report, run
 from penstock.tools.testbed import LinkSpec, Testbed
 
 SAMPLER = [sys.executable, "-m", "penstock.profiling.sampler"]
@@ -351,6 +357,49 @@ def test_the_counters_of_ranks_are_what_their_collectives_moved(tmp_path: pathli
         sent = highest(path, "streams.eth0.tx_bytes") - highest(path, "streams.eth0.resent_bytes") - start
         assert payload <= sent <= 1.05 * payload
         assert len(events(path, "stream")) >= 16
+
+
+READING = """
+import os, time, torch
+import torch.distributed as dist
+import penstock
+dist.init_process_group("penstock")
+weight = torch.nn.Parameter(torch.ones(1 << 20))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for step in range(40):
+    weight.grad = torch.ones(1 << 20)
+    dist.all_reduce(weight.grad)
+    optimizer.step()
+    time.sleep(0.02)
+total = penstock.stats()["memory_read_bytes"]
+assert total == 40 * (4 << 20), total
+path, deadline = f"{os.environ['PENSTOCK_PROFILE']}/rank-{dist.get_rank()}.jsonl", time.monotonic() + 30
+while f'memory_read_bytes":{total}' not in open(path).read():
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+dist.destroy_process_group()
+"""
+
+
+def test_what_ranks_of_a_host_read_from_memory_is_counted(tmp_path: pathlib.Path, forks: None) -> None:
+    """Forty all-reduces of 4 MiB among two ranks of a host: each reads 160 MiB, which no interface carries. The host's rate has
+    both, the page a picture of it."""
+    script, folder = tmp_path / "train.py", tmp_path / "profile"
+    script.write_text(READING)
+    folder.mkdir()
+    assert run.run([*forked.TORCHRUN, "--nproc-per-node=2", str(script)], folder) == 0
+    records = load(folder)
+    assert isinstance(records, list)
+    [host] = utilisation.hosts(records)
+    read = {name: host.last[name] for name in host.last if name.endswith("memory_read_bytes")}
+    assert read == {f"pid.{each.header.pid}.memory_read_bytes": 40 * (4 << 20) for each in records}
+    breakdown = divide(records)
+    [rate] = utilisation.memory_reads(records, breakdown)
+    first = sum(host.counters[name].totals[-1] for name in read)
+    assert sum(each * (end - start) for (start, end), each in rate.points) / 1e9 == pytest.approx(first, rel=0.02)
+    pictures = {each.name: each for each in report.carried(breakdown, records) if isinstance(each, Picture)}
+    assert pictures["memory"].see.startswith(f"Ranks of {host.name} read ")
+    assert Measures(records, breakdown).memory_read_bytes == pytest.approx(4 << 20, rel=0.1)
 
 
 # Helpers

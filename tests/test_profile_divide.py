@@ -555,7 +555,7 @@ def test_one_record_of_a_larger_job_is_divided_and_said_to_be_one() -> None:
 def test_ranks_that_count_steps_differently_are_found() -> None:
     """An all-reduce that ends before another rank begins it is not the same one: no wait is made of it."""
     records = data_parallel(2, sampled=range(12))
-    records[1].steps = [replace(step, number=step.number - 1) for step in records[1].steps[1:]]
+    records[1].steps = [step._replace(number=step.number - 1) for step in records[1].steps[1:]]
     records[1].samples = [replace(sample, step=sample.step - 1) for sample in records[1].samples[1:]]
     breakdown = divide(records)
     assert any("ended before another rank began them" in problem for problem in breakdown.problems)
@@ -568,7 +568,7 @@ def test_a_long_step_counts_and_is_named() -> None:
     for number in range(50):
         end = number * 10**6 + (10 * 10**6 if number == 1 else 10**6)
         record.steps.append(Step(number, number * 10**6, end))
-    record.steps[30] = replace(record.steps[30], end_ns=record.steps[30].start_ns + 60 * 10**6)
+    record.steps[30] = record.steps[30]._replace(end_ns=record.steps[30].start_ns + 60 * 10**6)
     breakdown = divide([record])
     (share,) = breakdown.shares
     assert share.steps == 48 and share.step_ns == pytest.approx((47 + 60) * 10**6 / 48)

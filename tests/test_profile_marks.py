@@ -4,28 +4,30 @@ events become a sample; without torch, in numbers."""
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any
 
 import pytest
 
 from penstock.profiling import purposes
 from penstock.profiling.record import Event, Header, Sample, Step, read
-from penstock.tools.profile.recorder import kineto, marks
+from penstock.tools.profile.recorder import journal, kineto, marks
 from penstock.tools.profile.recorder.identity import make_room
 from penstock.tools.profile.recorder.iterations import Iterations
+from penstock.tools.profile.recorder.journal import Journal
 from penstock.tools.profile.recorder.kineto import Call, Window
-from penstock.tools.profile.recorder.marks import Marks, Usage
+from penstock.tools.profile.recorder.marks import Marks
 from penstock.tools.profile.recorder.writer import Writer
 
 
 def ended(made: Marks, at: int) -> list[tuple[str, int, int]]:
-    step, _ = made.end_step(at, Usage())
+    step, _ = made.end_step(at, 0)
     return [(span.phase, span.start_ns, span.end_ns) for span in step.spans]
 
 
 def test_the_loss_is_forward() -> None:
     """Two modules, the model and its loss, and what lies between them and the backward pass are one forward span."""
-    made = Marks(0, Usage())
+    made = Marks(0, 0)
     made.forward(10, 20)
     made.forward(30, 40)
     made.enter("backward", 50)
@@ -34,7 +36,7 @@ def test_the_loss_is_forward() -> None:
 
 
 def test_forward_without_a_backward_pass_ends_with_the_module() -> None:
-    made = Marks(0, Usage())
+    made = Marks(0, 0)
     made.forward(10, 20)
     made.enter("loading", 50)
     made.leave("loading", 60)
@@ -44,7 +46,7 @@ def test_forward_without_a_backward_pass_ends_with_the_module() -> None:
 
 def test_forward_without_a_module_is_what_lies_before_the_backward_pass() -> None:
     """Such as a compiled function; but not the microseconds between two backward passes."""
-    made = Marks(0, Usage())
+    made = Marks(0, 0)
     made.enter("loading", 0)
     made.leave("loading", 1_000_000)
     for start, end in ((3_000_000, 4_000_000), (4_010_000, 5_000_000)):
@@ -55,7 +57,7 @@ def test_forward_without_a_module_is_what_lies_before_the_backward_pass() -> Non
 
 def test_evaluation_takes_in_its_loader() -> None:
     """Between two calls; the loader before the first and after the last is loading."""
-    made = Marks(0, Usage())
+    made = Marks(0, 0)
     for start in (0, 20, 40):
         made.enter("loading", start)
         made.leave("loading", start + 5)
@@ -67,7 +69,7 @@ def test_evaluation_takes_in_its_loader() -> None:
 
 def test_a_module_in_evaluation_mode_that_is_trained_is_forward() -> None:
     """With frozen batch norms, say: a backward pass follows. Without one it is evaluation."""
-    made = Marks(0, Usage())
+    made = Marks(0, 0)
     made.evaluation(10, 20, with_gradients=True)
     made.enter("backward", 30)
     made.leave("backward", 40)
@@ -78,7 +80,7 @@ def test_a_module_in_evaluation_mode_that_is_trained_is_forward() -> None:
 
 def test_what_is_open_at_the_end_of_a_step_goes_on() -> None:
     """A GradScaler's step holds the optimizer's, which ends the iteration."""
-    made = Marks(0, Usage())
+    made = Marks(0, 0)
     made.enter("inf check", 10)
     made.enter("optimizer", 20)
     made.leave("optimizer", 30)
@@ -89,7 +91,7 @@ def test_what_is_open_at_the_end_of_a_step_goes_on() -> None:
 
 def test_an_exception_leaves_no_span_open() -> None:
     """The end of an outer span ends the inner ones whose ends were missed; an end without a beginning is nothing."""
-    made = Marks(0, Usage())
+    made = Marks(0, 0)
     made.enter("backward", 10)
     made.enter("optimizer", 20)
     made.leave("backward", 30)
@@ -101,12 +103,76 @@ def test_an_exception_leaves_no_span_open() -> None:
 def test_a_step_keeps_so_many_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are left out are counted."""
     monkeypatch.setattr(marks, "MOST_MARKS", 10)
-    made = Marks(0, Usage())
+    made = Marks(0, 0)
     for at in range(25):
         made.wait(at, at + 1)
-    step, left_out = made.end_step(100, Usage(7, 9))
-    assert (len(step.waits), left_out, step.thread_ns, step.process_ns) == (10, 15, 7, 9)
-    assert made.end_step(200, Usage(8, 12)) == (Step(1, 100, 200, (), (), 1, 3, 0), 0)
+    step, left_out = made.end_step(100, 7)
+    assert (len(step.waits), left_out, step.thread_ns) == (10, 15, 7)
+    assert made.end_step(200, 8) == (Step(1, 100, 200, (), (), 1, 0), 0)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_journal_makes_the_same_steps_later(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks of any order, with ends that were missed, settled at any time: steps are those of marks that are made at once, and
+    what is open is answered at once."""
+    draw = random.Random(f"journal {seed}")
+    monkeypatch.setattr(journal, "_MOST", draw.choice([1, 7, 4096]))
+    at_once, later = Marks(0, 0), Journal(0, 0)
+    wanted, found = [], []
+    phases = ["backward", "optimizer", "loading", "clip"]
+    for now in range(10, 4000, 10):
+        what = draw.choice(
+            ["enter", "enter", "leave", "leave", "forget", "forward", "evaluation", "wait", "loaded", "step"]
+        )
+        arguments: tuple[Any, ...] = ()
+        if what in ("enter", "leave"):
+            arguments = (draw.choice(phases), now)
+        elif what == "forget":
+            arguments = (draw.choice(phases),)
+        elif what in ("forward", "evaluation", "wait"):
+            arguments = (now - draw.randrange(1, 9), now)
+        elif what == "loaded":
+            arguments = (draw.randrange(5),)
+        if what == "step":
+            wanted.append(at_once.end_step(now, now // 2))
+            later.end_step(now, now // 2)
+            assert (later.number, later.start_ns) == (at_once.number, at_once.start_ns)
+        else:
+            more = {"with_gradients": draw.random() < 0.5} if what == "evaluation" else {}
+            getattr(at_once, what)(*arguments, **more)
+            getattr(later, what)(*arguments, **more)
+        assert [later.is_in(phase) for phase in phases] == [at_once.is_in(phase) for phase in phases]
+        if draw.random() < 0.05:
+            found += later.settle(now)
+            assert found == wanted and not later.has_ended
+    found += later.settle(4000)
+    assert found == wanted and len(wanted) > 10
+
+
+def test_a_journal_is_due_with_many_notes_or_after_some_time() -> None:
+    """Steps of 100 us wait for others, one of a second does not; what a signal's handler raises costs no other note."""
+    made = Journal(0, 0)
+    for step in range(30):
+        for at in range(4):
+            made.wait(step * 100_000 + at, step * 100_000 + at + 1)
+        made.end_step((step + 1) * 100_000, 0)
+        if made.is_due((step + 1) * 100_000):
+            break
+    assert step == 19 and [each.number for each, _ in made.settle(2_000_000)] == list(range(20))
+    made.end_step(3_000_000, 0)
+    assert not made.is_due(3_000_000) and made.is_due(1_002_000_000)
+
+    class Stop(BaseException):
+        pass
+
+    def raises(_: Marks) -> None:
+        raise Stop
+
+    made._notes += [(raises,)]
+    made.end_step(4_000_000, 0)
+    with pytest.raises(Stop):
+        made.settle(5_000_000)
+    assert [each.number for each, _ in made.settle(5_000_000)] == [20, 21]
 
 
 @dataclasses.dataclass(eq=False)
@@ -303,12 +369,12 @@ def test_a_rank_that_learns_its_number_late(tmp_path: Any) -> None:
 
 def test_a_step_with_too_many_marks_goes_on() -> None:
     """Attacks on a model in evaluation mode, say, without an optimizer: what finds no room is left out and counted."""
-    made = Marks(0, Usage())
+    made = Marks(0, 0)
     for at in range(0, 20 * marks.MOST_MARKS, 20):
         made.evaluation(at, at + 5, with_gradients=True)
         made.enter("backward", at + 10)
         made.leave("backward", at + 15)
-    step, left_out = made.end_step(20 * marks.MOST_MARKS, Usage())
+    step, left_out = made.end_step(20 * marks.MOST_MARKS, 0)
     assert len(step.spans) == marks.MOST_MARKS and left_out > 0
     assert {span.phase for span in step.spans} == {"forward", "backward"}
 

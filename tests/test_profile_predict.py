@@ -166,7 +166,7 @@ def test_a_pass_waits_for_what_it_has_launched() -> None:
         busy = ((0, 8_000_000), (10_000_000, 12_000_000), (20_000_000, step.end_ns))
         name, peer = ("send", 1) if rank == 0 else ("recv", 0)
         send = Operation(name, "pp", 0, 1_000_000, 9_000_000, 1000, 2, peer, "pipeline send")
-        record.steps[-1] = dataclasses.replace(step, spans=spans)
+        record.steps[-1] = step._replace(spans=spans)
         record.samples[0] = dataclasses.replace(sample, busy=busy, operations=(send,))
     [model] = models(records)
     assert [act.is_issue for act in model.acts[0] if act.move is not None] == [True]

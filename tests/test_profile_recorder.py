@@ -110,7 +110,6 @@ def test_steps_follow_each_other_and_hold_their_spans(profiled: Any) -> None:
         assert step.spans[-1].phase == "optimizer"
     # 3 ms forward, 5 backward, 1 in the optimizer.
     for step, outer in zip(record.steps[1:], job.readings("step")[1:], strict=True):
-        assert step.thread_ns <= step.process_ns + 1_000_000
         assert is_within((step.end_ns, step.end_ns), outer)
         assert 9_000_000 <= step.thread_ns <= step.end_ns - step.start_ns + 1_000_000
 

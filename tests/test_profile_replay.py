@@ -188,6 +188,28 @@ def test_flows_at_their_cap_leave_nothing_to_latency() -> None:
         assert (penstock.after_ns == pytest.approx(faster.step_ns(), rel=0.02)) == exact, penstock
 
 
+def test_flows_that_were_idle_leave_so_much_to_latency() -> None:
+    """Where periods are alike, latency takes no more of the time than the flows had nothing to send. A flow that is idle for less
+    than a tenth counts as always busy: the end of each collective does that to it."""
+    world = World((10**6,) * 2, (*((10**6, 10**6),) * 3, (10**6, 5 * 10**5)), 0, 40.0)
+    found = models(world.records())
+    moves, ns = (sum(getattr(period, name) for model in found for period in model.periods) for name in ("moves", "ns"))
+    for idle in (0.0, 0.1, 0.3):
+        plain, late = wires(found, 125e6, idle)
+        assert plain.latency_ns == 0 and moves * late.latency_ns == pytest.approx(idle * ns)
+        assert moves * late.latency_ns + sum(move.bytes for move in found[0].moves) * late.per_byte_ns == pytest.approx(
+            ns
+        )
+
+    def larger(busy: float) -> Prediction:
+        given = Network(link_bytes_s=125e6, flow_bytes_s=25e6, flow_busy=busy, streams=1, backend="gloo")
+        return next(each for each in predict(world.records(), given) if each.change.startswith("buckets of 4 MiB"))
+
+    assert larger(0.93) == larger(1.0)
+    assert larger(0.7).after_ns < larger(0.85).after_ns < larger(1.0).after_ns
+    assert larger(0.7).error > larger(1.0).error
+
+
 def test_sends_of_different_pairs_do_not_take_turns() -> None:
     """A pipeline: 0 sends to 1 while 2 sends to 3, and each pair has its own wire."""
     records = []

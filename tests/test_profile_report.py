@@ -349,7 +349,7 @@ def test_a_receive_waits_for_its_send() -> None:
         begin = each.steps[-1].start_ns
         told = Operation(name, "pp", 0, begin + start * MS, begin + 50 * MS, 8, 2, peer, "")
         each.samples = [dataclasses.replace(each.samples[-1], operations=(told,))]
-        each.steps[-1] = dataclasses.replace(each.steps[-1], waits=(Wait(begin + 10 * MS, begin + 50 * MS),))
+        each.steps[-1] = each.steps[-1]._replace(waits=(Wait(begin + 10 * MS, begin + 50 * MS),))
     chart = pictures(profiled.breakdown(3, None), records)["moments"].chart
     assert isinstance(chart, Timeline)
     sender, receiver = (

@@ -105,6 +105,22 @@ def test_retransmissions_explain_a_drop() -> None:
     )
 
 
+def test_reads_of_memory_are_added_up_by_host() -> None:
+    """Of ranks that look at other times: the rate over the times of the one that looked most often. None where none was read."""
+    records = [Record(Header(rank, 3, "ab"[rank // 2], 7 + rank, 0, 0)) for rank in range(3)]
+    for rank, seconds in enumerate(((0, 1, 2, 3), (0, 2, 3), (0, 1))):
+        for second in seconds:
+            values = {
+                f"pid.{7 + rank}.memory_read_bytes": (1000.0 * second if rank < 2 else 0.0),
+                "nic.eth0.tx_bytes": 0.0,
+            }
+            records[0 if rank < 2 else 2].readings.append(Readings(second * SECOND, values))
+    records[0].readings.sort(key=lambda reading: reading.time_ns)
+    [found] = utilisation.memory_reads(records, Breakdown((), {"a": (5.0, 1.0)}))
+    assert found.host == "a" and found.points[0][0] == (5, SECOND + 5)
+    assert [rate for _, rate in found.points] == pytest.approx([2000.0] * 3)
+
+
 def counted(totals: dict[int, float], **others: float) -> Host:
     record = Record(Header(0, 1, "a", 1, 0, 0, {"counters": True}))
     for second, total in totals.items():

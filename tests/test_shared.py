@@ -207,6 +207,26 @@ def _exercise() -> list[float]:
     return digests
 
 
+def test_reads_of_shared_memory_are_counted() -> None:
+    """Mapped or not: in an all-reduce of two ranks each reads half of the other's tensor, and the half that the other summed."""
+    assert ranks.run(_counted, count=2, env={"PENSTOCK_SHM": "1"}) == [[4 << 20] * 2] * 2
+
+
+def _counted() -> list[int]:
+    dist.init_process_group("penstock")
+    read = []
+    for tensor in (torch.ones(1 << 20), penstock.empty(1 << 20).fill_(1.0)):
+        before = penstock.stats()["memory_read_bytes"]
+        dist.all_reduce(tensor)
+        assert tensor.eq(2.0).all()
+        stats = penstock.stats()
+        (peer,) = stats["peers"]
+        assert peer["memory_read_bytes"] == stats["memory_read_bytes"]
+        read.append(stats["memory_read_bytes"] - before)
+    dist.destroy_process_group()
+    return read
+
+
 def _blind(blind: tuple[int, ...]) -> list[float]:
     rank = int(os.environ["RANK"])
     if rank in blind:

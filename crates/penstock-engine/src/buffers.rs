@@ -11,6 +11,7 @@ use std::cell::Cell;
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The part of a user's request that arithmetic needs.
 #[derive(Clone, Copy, Debug)]
@@ -46,7 +47,22 @@ struct Addresses {
 pub(crate) enum Kept {
     /// The message, or as much of it as has come.
     Bytes(Vec<u8>),
-    Remote(Remote),
+    /// It stays in another process's memory until it is used, which is then counted.
+    Remote(Remote, Reads),
+}
+
+/// Counts the bytes that were read from other processes' memory: a peer's, and all peers'.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Reads {
+    pub(crate) of_peer: Arc<AtomicU64>,
+    pub(crate) of_all: Arc<AtomicU64>,
+}
+
+impl Reads {
+    fn add(&self, bytes: u64) {
+        self.of_peer.fetch_add(bytes, Ordering::Relaxed);
+        self.of_all.fetch_add(bytes, Ordering::Relaxed);
+    }
 }
 
 impl Kept {
@@ -54,7 +70,7 @@ impl Kept {
     pub(crate) fn bytes(&self) -> usize {
         match self {
             Kept::Bytes(bytes) => bytes.capacity(),
-            Kept::Remote(_) => 0,
+            Kept::Remote(..) => 0,
         }
     }
 }
@@ -100,7 +116,7 @@ impl Buffers {
         match (verdict, kept) {
             (Verdict::Keep { instance, operand, .. }, kept) => *self.slot(instance, operand) = Some(kept),
             (verdict, Kept::Bytes(payload)) => self.take(verdict, 0, &payload),
-            (_, Kept::Remote(_)) => {}
+            (_, Kept::Remote(..)) => {}
         }
     }
 
@@ -151,6 +167,8 @@ impl Computation {
     pub(crate) fn run(&self) -> Result<Vec<(u32, bool)>, (u32, io::Error)> {
         let steps = self.steps.clone();
         let Instance { step, segment } = self.instance;
+        // Of each message that is kept: they are as long as what they are for.
+        let mut bytes = 0;
         match &steps.steps[step as usize].action {
             Action::Copy { dst, src } => {
                 let ((to, len), (from, _)) = (dst.segment(segment), src.segment(segment));
@@ -162,21 +180,24 @@ impl Computation {
             Action::Recv { dst, .. } => {
                 let (offset, len) = dst.segment(segment);
                 let place = self.addresses.address(Place { buf: dst.buf, offset });
+                bytes = len;
                 for (operand, kept) in &self.kept {
-                    let Kept::Remote(remote) = kept else { continue };
+                    let Kept::Remote(remote, _) = kept else { continue };
                     // SAFETY: the slice has `len` bytes.
                     unsafe { remote.read(0, place, len as usize) }.map_err(|error| (*operand, error))?;
                 }
             }
             Action::Reduce { dst, sources, last } => {
                 let (_, len) = dst.segment(segment);
+                bytes = len;
                 self.reduce_kept(dst, sources, segment, len, *last)?;
             }
             _ => unreachable!("every other step has no bytes of its own to work on"),
         }
         let mut read = Vec::new();
         for (operand, kept) in &self.kept {
-            if let Kept::Remote(remote) = kept {
+            if let Kept::Remote(remote, reads) = kept {
+                reads.add(bytes);
                 read.push((*operand, remote.is_certain().map_err(|error| (*operand, error))?));
             }
         }
@@ -194,7 +215,7 @@ impl Computation {
         last: bool,
     ) -> Result<(), (u32, io::Error)> {
         let kept = &self.kept;
-        let is_elsewhere = |kept: &Kept| matches!(kept, Kept::Remote(memory) if memory.pointer().is_none());
+        let is_elsewhere = |kept: &Kept| matches!(kept, Kept::Remote(memory, _) if memory.pointer().is_none());
         let remotes = kept.iter().filter(|(_, kept)| is_elsewhere(kept)).count();
         let block = BLOCK_BYTES.checked_div(remotes).map_or(len as usize, |share| share.max(16 * 1024) & !63);
         let mut blocks = BLOCKS.take();
@@ -216,7 +237,7 @@ impl Computation {
             for (place, (operand, kept)) in places.iter_mut().zip(kept) {
                 let bytes = match kept {
                     Kept::Bytes(bytes) => bytes[offset as usize..].as_ptr(),
-                    Kept::Remote(memory) => match memory.pointer() {
+                    Kept::Remote(memory, _) => match memory.pointer() {
                         Some(pointer) => pointer.wrapping_add(offset as usize),
                         None => {
                             let at = blocks[remote * block..].as_mut_ptr();

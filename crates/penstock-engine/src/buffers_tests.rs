@@ -61,7 +61,7 @@ impl Execution {
         match content {
             Message::Bytes { offset, payload } => self.buffers.take(verdict, offset, payload),
             Message::Placed { .. } => {}
-            Message::Remote(remote) => self.buffers.take_kept(verdict, Kept::Remote(remote)),
+            Message::Remote(remote) => self.buffers.take_kept(verdict, Kept::Remote(remote, Reads::default())),
         }
         Ok(())
     }

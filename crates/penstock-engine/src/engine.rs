@@ -63,6 +63,8 @@ pub struct Engine {
     is_stopping: AtomicBool,
     /// Peers may read it for as long as they have the contact.
     _memory_epoch: Arc<MemoryEpoch>,
+    /// Bytes that were read from others'.
+    memory_read: Arc<AtomicU64>,
     next_region: AtomicU64,
 }
 
@@ -95,6 +97,7 @@ impl Engine {
             Recorder::new(config.rank, config.generation.0, config.host.clone(), config.flight_recorder.clone());
         let records = recorder.clone();
         let runtime = Runtime::new(own.clone(), node, mark, Thresholds::default(), records);
+        let memory_read = runtime.memory_read();
         let thread = start_threads(config.io_threads, Arc::new(Loop::new(driver, runtime)), own)?;
         Ok(Engine {
             handle: Arc::new(Handle::new(shared, wake, recorder)),
@@ -102,6 +105,7 @@ impl Engine {
             thread: Mutex::new(Some(thread)),
             is_stopping: AtomicBool::new(false),
             _memory_epoch: memory_epoch,
+            memory_read,
             next_region: AtomicU64::new(1),
         })
     }
@@ -146,6 +150,13 @@ impl Engine {
     /// `Closed`: the engine has stopped.
     pub fn stats(&self) -> Result<Stats, Failure> {
         self.handle.ask(Command::Stats)
+    }
+
+    /// Bytes read from the memory of ranks on this host so far, as [`Stats::memory_read_bytes`]; takes no lock, blocks for nothing,
+    /// and is known after the end as well.
+    #[must_use]
+    pub fn memory_read_bytes(&self) -> u64 {
+        self.memory_read.load(Ordering::Relaxed)
     }
 
     /// The flight record, as JSON: the last operations of this process, and what [`Engine::stats`] returns. Blocks for one

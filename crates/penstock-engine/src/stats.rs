@@ -12,6 +12,8 @@ pub struct Stats {
     pub finished_operations: u64,
     /// Memory of the engine besides the users' tensors: staged frames, early messages, scratch, socket buffers.
     pub memory_bytes: u64,
+    /// Read from the memory of ranks on this host so far.
+    pub memory_read_bytes: u64,
     /// Its I/O threads, `penstock` and `penstock-1` and so on.
     pub threads: Vec<ThreadCounts>,
     /// Groups that this process is in.
@@ -101,6 +103,8 @@ pub struct PeerStats {
     pub address: String,
     /// The medium: `tcp`, `memory` (the peer's memory is read), or `local socket`.
     pub medium: &'static str,
+    /// Read from its memory so far, by system calls or where it is mapped.
+    pub memory_read_bytes: u64,
     /// Why the peer is lost, if it is.
     pub lost: Option<String>,
     /// The streams to the peer.

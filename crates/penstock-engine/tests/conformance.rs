@@ -370,6 +370,52 @@ fn all_to_all_that_disagrees() {
     });
 }
 
+/// What a rank reads from others' memory is counted, by the peer that it belongs to and in all: of a send the receiver reads all; of
+/// an all-reduce each rank reads what of every other's part it adds, and the others' sums. Through sockets nothing is read.
+#[test]
+fn reads_of_memory_are_counted() {
+    side_by_side([Medium::Memory, Medium::LocalSocket, MEDIA[0]], |medium| {
+        // Segments of 64 KiB without a rest, which might be short enough to be copied.
+        const LEN: usize = 3 << 16;
+        let of_memory = |bytes: u64| if medium == Medium::Memory { bytes } else { 0 };
+        let world = world(3, medium);
+        let counts = || -> Vec<(u64, Vec<(u32, u64)>)> {
+            let of = |engine: &Engine| {
+                let stats = engine.stats().expect("it runs");
+                assert_eq!(stats.memory_read_bytes, engine.memory_read_bytes());
+                let mut peers: Vec<_> = stats.peers.iter().map(|peer| (peer.rank, peer.memory_read_bytes)).collect();
+                peers.sort_unstable();
+                (stats.memory_read_bytes, peers)
+            };
+            world.engines.iter().map(of).collect()
+        };
+        let none = [(0, vec![(1, 0), (2, 0)]), (0, vec![(0, 0), (2, 0)]), (0, vec![(0, 0), (1, 0)])];
+        let small = vec![vec![0u32; 1000]; 3];
+        run(&world, |_| Collective::AllReduce, Name::AllReduce, 4000, &small, &mut small.clone(), |_| None);
+        assert_eq!(counts(), none, "{medium:?}: short messages are copied");
+
+        let (data, mut received) = (filled(0, LEN), vec![0; LEN]);
+        let send = message(Collective::Send { to: 1 }, 4 * LEN as u64, &data, &mut []);
+        let receive = message(Collective::Recv { from: 0 }, 4 * LEN as u64, &[], &mut received);
+        // SAFETY: the buffers outlive the waits.
+        let tickets = unsafe { [world.groups[0].start(send), world.groups[1].start(receive)] };
+        tickets.iter().for_each(|ticket| wait(ticket).expect("it ends"));
+        let sent = of_memory(4 * LEN as u64);
+        assert_eq!(counts()[1], (sent, vec![(0, sent), (2, 0)]), "{medium:?}");
+
+        let inputs: Vec<_> = (0..3).map(|rank| filled(rank, LEN)).collect();
+        let mut outputs = vec![vec![0; LEN]; 3];
+        run(&world, |_| Collective::AllReduce, Name::AllReduce, 4 * LEN as u64, &inputs, &mut outputs, |_| None);
+        // Two thirds of the tensor twice: once to add, once as sums.
+        let reduced = of_memory(4 * 4 * LEN as u64 / 3);
+        let totals: Vec<u64> = counts().iter().map(|(all, _)| *all).collect();
+        assert_eq!(totals, [reduced, sent + reduced, reduced], "{medium:?}");
+        for (all, peers) in counts() {
+            assert_eq!(peers.iter().map(|(_, bytes)| bytes).sum::<u64>(), all, "{medium:?}");
+        }
+    });
+}
+
 /// Beyond the eager credit a short message stays with its sender, whose operation stays open until the receiver has it, also one
 /// without bytes; what ended before is delivered, and the engine's memory stays bounded.
 #[test]

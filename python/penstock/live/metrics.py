@@ -52,9 +52,16 @@ def text(job: Snapshot) -> str:
         ("tensor_bytes_per_second", "gauge", "Of operations that end.", of_ranks("reduced_per_s")),
         ("sent_bytes_per_second", "gauge", "Over TCP.", of_ranks("sent_per_s")),
         ("received_bytes_per_second", "gauge", "Over TCP.", of_ranks("received_per_s")),
+        (
+            "memory_read_bytes_per_second",
+            "gauge",
+            "From the memory of ranks on its host.",
+            of_ranks("memory_read_per_s"),
+        ),
         ("engine_memory_bytes", "gauge", "Of the engine, beyond tensors.", of_ranks("memory_bytes")),
         ("peer_sent_bytes_per_second", "gauge", "To the busiest peers, over TCP.", of_peers(3)),
         ("peer_received_bytes_per_second", "gauge", "From the busiest peers, over TCP.", of_peers(4)),
+        ("peer_memory_read_bytes_per_second", "gauge", "From the peer's memory.", of_peers(9)),
         ("peer_round_trip_seconds", "gauge", "The longest of the peer's streams.", of_peers(5)),
         ("peer_repeated_frames_total", "counter", "Frames sent again to the peer.", of_peers(8)),
         (

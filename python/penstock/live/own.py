@@ -66,7 +66,7 @@ class Own:
         found["since_s"] = self._counts.since_s()
         found["complaints"] = self._complaints.latest()
         if stats is not None:
-            totals["finished"] = stats["finished_operations"]
+            totals["finished"], totals["memory_read"] = stats["finished_operations"], stats["memory_read_bytes"]
             found["memory_bytes"] = stats["memory_bytes"]
             found["active"] = stats["held"]["operations"]
             found["lost"] = {str(peer["rank"]): peer["lost"][:_TEXT] for peer in stats["peers"] if peer["lost"]}
@@ -75,7 +75,7 @@ class Own:
             found["groups"] = _groups(stats["groups"])
             found["aggregated"] = _aggregated(stats["aggregated"], seconds, self._before, totals)
         if seconds > 0:
-            for name in ("steps", "samples", "tokens", "retransmitted", "finished", "sent", "received", "repeated"):
+            for name in (*_TRAINED, "retransmitted", "finished", "sent", "received", "repeated", "memory_read"):
                 if name in totals and name in self._before:
                     found[f"{name}_per_s"] = round(max(0.0, totals[name] - self._before[name]) / seconds, 3)
         self._before, self._last_s = totals, now_s
@@ -102,7 +102,7 @@ class Own:
 
     def _peers(self, peers: Sequence[dict[str, Any]], seconds: float) -> tuple[list[Any], dict[str, float]]:
         """The busiest peers, each as a list: rank, medium, streams, bytes sent and received a second, longest round trip, lowest
-        and highest rate of a stream, frames that were sent again. And the totals."""
+        and highest rate of a stream, frames that were sent again, bytes read from its memory a second. And the totals."""
         totals: dict[str, float] = {"sent": 0, "received": 0, "repeated": 0}
         rows = []
         for peer in peers:
@@ -113,13 +113,15 @@ class Own:
             for name, value in (("sent", sent), ("received", received), ("repeated", repeated)):
                 totals[name] += value
             # A peer whose streams were made anew starts at 0.
-            totals[f"sent to {peer['rank']}"], totals[f"received from {peer['rank']}"] = sent, received
+            each_way = {f"sent to {peer['rank']}": sent, f"received from {peer['rank']}": received}
+            each_way[f"read from {peer['rank']}"] = peer["memory_read_bytes"]
+            totals |= each_way
             if peer["lost"]:
                 continue
             earlier = self._before
             rates = [
                 max(0.0, now - earlier.get(name, now)) / seconds if seconds > 0 else 0.0
-                for name, now in ((f"sent to {peer['rank']}", sent), (f"received from {peer['rank']}", received))
+                for name, now in each_way.items()
             ]
             each = [one["rate_bytes_per_s"] for one in streams]
             rows.append(
@@ -127,14 +129,15 @@ class Own:
                     peer["rank"],
                     peer["medium"],
                     len(streams),
-                    *map(round, rates),
+                    *map(round, rates[:2]),
                     round(max((one["round_trip_s"] for one in streams), default=0.0), 6),
                     round(min(each, default=0.0)),
                     round(max(each, default=0.0)),
                     repeated,
+                    round(rates[2]),
                 ]
             )
-        rows.sort(key=lambda row: -(row[3] + row[4]))
+        rows.sort(key=lambda row: -(row[3] + row[4] + row[9]))
         return rows[:_PEERS], totals
 
 
@@ -258,6 +261,7 @@ def _aggregated(
     return rows[:_SERVERS]
 
 
+_TRAINED = ("steps", "samples", "tokens")
 _TEXT = 300
 _NAME = 60
 _PEERS = 8

@@ -166,7 +166,7 @@ def _streams(job: Snapshot) -> dict[str, Any]:
     for each in job.ranks:
         if each.numbers is None or each.rank not in job.live:
             continue
-        for peer, medium, count, sent, received, trip, slowest, fastest, repeated in each.numbers["peers"]:
+        for peer, medium, count, sent, received, trip, slowest, fastest, repeated, read in each.numbers["peers"]:
             through = medium if medium != "tcp" else numbers.plural(int(count), "TCP stream")
             each_stream = (
                 ""
@@ -177,19 +177,19 @@ def _streams(job: Snapshot) -> dict[str, Any]:
                 f"{each.rank} → {int(peer)}",
                 through,
                 numbers.byte_rate(sent),
-                numbers.byte_rate(received),
+                numbers.byte_rate(received + read),
                 each_stream,
             ]
             row += [numbers.duration(trip) if trip else "", f"{int(repeated):,}" if medium == "tcp" else ""]
-            rows.append((-(sent + received), row))
+            rows.append((-(sent + received + read), row))
     rows.sort(key=lambda one: one[0])
     resent = sum(
         max((each.numbers or {}).get("retransmitted_per_s", 0.0) for each in job.ranks if _host(each) == host)
         for host in {_host(each) for each in job.ranks if each.numbers is not None}
     )
     note = (
-        "Rates of a stream are those that the engine expects of it. What goes through memory is read by the peer, and not "
-        f"counted here. TCP of these hosts sends {numbers.number(_rounded(resent))} segments a second again, for all programs."
+        "Rates of a stream are those that the engine expects of it. What goes through memory the receiver reads: it counts as "
+        f"received. TCP of these hosts sends {numbers.number(_rounded(resent))} segments a second again, for all programs."
     )
     if len(rows) > _MOST_PAIRS:
         note += f" The busiest {_MOST_PAIRS} of {len(rows)} pairs."

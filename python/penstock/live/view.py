@@ -275,13 +275,14 @@ def _complaints(known: Mapping[int, dict[str, Any]]) -> list[tuple[float, int, s
 _MAYBE = object()
 _NUMBERS: dict[str, float | None] = {
     **dict.fromkeys(("steps", "steps_per_s", "samples_per_s", "tokens_per_s", "sent_per_s", "received_per_s"), 0.0),
-    **dict.fromkeys(("retransmitted_per_s", "repeated_per_s", "finished_per_s", "memory_bytes", "active"), 0.0),
+    **dict.fromkeys(("retransmitted_per_s", "repeated_per_s", "finished_per_s", "memory_read_per_s"), 0.0),
+    **dict.fromkeys(("memory_bytes", "active"), 0.0),
     "every_s": 1.0,
     **dict.fromkeys(("median_s", "latest_s", "since_s", "in_flight", "reduced_per_s", "link_limit")),
 }
 _TEXTS = {"state": "running", "host": "?", "interfaces": ""}
 _ROWS = {
-    "peers": (float, str, *[float] * 7),
+    "peers": (float, str, *[float] * 8),
     "groups": (str, float, float, float, _MAYBE),
     "aggregated": (str, str, _MAYBE, float, float, float, _MAYBE),
     "complaints": (float, str),

@@ -58,6 +58,7 @@ def network_of(records: Sequence[Record], breakdown: Breakdown, causes: Sequence
     return Network(
         PAYLOAD * min(limits, default=0.0),
         cap.get("stream_bytes_per_s", 0.0),
+        cap.get("stream_busy_share", 1.0),
         round(cap.get("streams_to_a_peer", 0)),
         backends.pop() if len(backends) == 1 else "",
         {record.header.rank: record.header.host for record in records if record.header.host and record.steps},

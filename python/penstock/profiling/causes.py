@@ -398,6 +398,8 @@ def _copies(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cause 
     wire_ns = measures.wire_ns(rank)
     rate = rank.bytes / wire_ns * 1e9 if wire_ns > 0 else 0.0
     numbers = {"bytes_per_step": moved, "bytes_per_s": rate, "loopback_bytes_per_step": measures.loopback_bytes}
+    if measures.memory_read_bytes > 0:
+        numbers["read_from_memory_bytes_per_step"] = measures.memory_read_bytes
     if measures.loopback_bytes > INSIDE * moved:
         text = f"ranks of one host reduce {_mbit(rate)} through TCP on the loopback, which copies every byte twice"
         change = "the penstock backend with PENSTOCK_SHM=1, its default: ranks read each other's memory"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from penstock.addresses import split
 from penstock.profiling.breakdown import Breakdown, Share
 from penstock.profiling.record import Interval, Record
-from penstock.profiling.utilisation import Host, Limit, hosts, steady
+from penstock.profiling.utilisation import MEMORY_READ, Host, Limit, hosts, steady
 
 __all__ = ["Link", "Measures", "Rank", "Stream"]
 
@@ -112,6 +112,8 @@ class Measures:
         self.links = [link for host in self._hosts.values() if (link := self._link(host)) is not None]
         self.loopback_bytes = self._loopback()
         """That the ranks send to each other within a host, through TCP; per step and rank."""
+        self.memory_read_bytes = self._memory_read()
+        """That a rank reads from the memory of others on its host, per step, mean of the host whose ranks read most."""
         self.resent = self._resent()
         """By host, how often its connections sent something again, and other hosts' to it."""
 
@@ -244,6 +246,18 @@ class Measures:
     def _loopback(self) -> float:
         rates = [
             self._rate(host, "streams.lo.tx_bytes", self._window(name))
+            / max(1, sum(rank.host == name for rank in self.ranks))
+            for name, host in self._hosts.items()
+        ]
+        return max(rates, default=0.0) * self.step_ns / 1e9
+
+    def _memory_read(self) -> float:
+        rates = [
+            sum(
+                self._rate(host, counter, self._window(name))
+                for counter in host.counters
+                if counter.endswith(MEMORY_READ)
+            )
             / max(1, sum(rank.host == name for rank in self.ranks))
             for name, host in self._hosts.items()
         ]

@@ -74,8 +74,7 @@ class Wait(NamedTuple):
     group: str = ""
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One iteration: from the end of an optimizer's step to the end of its next one."""
 
     number: int
@@ -85,8 +84,6 @@ class Step:
     waits: tuple[Wait, ...] = ()
     thread_ns: int = 0
     """Processor time of the training thread."""
-    process_ns: int = 0
-    """Processor time of the process, all threads."""
     examples: int = 0
     """What the loader's batches held, as far as that is known."""
 
@@ -311,7 +308,6 @@ def _step(given: dict[str, Any]) -> Step:
             for start, end, operation, group in given.get("waits", ())
         ),
         _time(given.get("thread", 0)),
-        _time(given.get("process", 0)),
         _count(given.get("examples", 0)),
     )
 
@@ -386,7 +382,6 @@ _WRITERS: dict[type, Callable[[Any], dict[str, Any]]] = {
         "spans": step.spans,
         "waits": step.waits,
         "thread": step.thread_ns,
-        "process": step.process_ns,
         "examples": step.examples,
     },
     Sample: lambda sample: {

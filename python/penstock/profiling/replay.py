@@ -396,22 +396,23 @@ def _passes(step: Step, stood: Sequence[Piece[None]]) -> Passes:
     return Passes(before, forward * share, (sum(took) - forward) * share, batches, after)
 
 
-def wires(found: Sequence[Model], link_bytes_s: float = 0.0) -> tuple[Wire, ...]:
+def wires(found: Sequence[Model], link_bytes_s: float = 0.0, idle: float = 1.0) -> tuple[Wire, ...]:
     """What the wire may be: one, or two where latency and time per byte cannot be told apart; none without moves.
 
     Args:
         link_bytes_s: what the link carries at most, if that is known.
+        idle: for how much of the time there was nothing to send, at most: latency takes no more.
     """
     periods = [period for model in found for period in model.periods]
     crossing = [period for period in periods if not period.is_inside]
     within = [period for period in periods if period.is_inside]
     if not crossing:
-        return _fitted(within, 0.0)
-    inside = next((wire[:2] for wire in _fitted(within, 0.0)), None)
-    return tuple(wire._replace(inside=inside) for wire in _fitted(crossing, link_bytes_s))
+        return _fitted(within)
+    inside = next((wire[:2] for wire in _fitted(within)), None)
+    return tuple(wire._replace(inside=inside) for wire in _fitted(crossing, link_bytes_s, idle))
 
 
-def _fitted(periods: Sequence[Period], link_bytes_s: float) -> tuple[Wire, ...]:
+def _fitted(periods: Sequence[Period], link_bytes_s: float = 0.0, idle: float = 1.0) -> tuple[Wire, ...]:
     if not periods:
         return ()
     # min sum ((moves a + bytes b - t) / t)^2 with a and b not below 0.
@@ -429,7 +430,9 @@ def _fitted(periods: Sequence[Period], link_bytes_s: float) -> tuple[Wire, ...]:
     # Both say the same of what was seen.
     ns = nbytes * plain.per_byte_ns
     least = 1e9 / link_bytes_s if link_bytes_s else 0.0
-    latency = max(0.0, min((ns - nbytes * least) / moves, *(period.shortest_ns for period in periods)))
+    latency = max(
+        0.0, min((ns - nbytes * least) / moves, idle * ns / moves, *(period.shortest_ns for period in periods))
+    )
     return (plain, Wire(latency, max(0.0, ns - moves * latency) / nbytes))
 
 

@@ -12,7 +12,19 @@ from dataclasses import dataclass
 from penstock.profiling.breakdown import Breakdown
 from penstock.profiling.record import Interval, Record
 
-__all__ = ["Counter", "Drop", "Host", "Limit", "Series", "drops", "hosts", "only_grows", "series", "steady"]
+__all__ = [
+    "Counter",
+    "Drop",
+    "Host",
+    "Limit",
+    "Series",
+    "drops",
+    "hosts",
+    "memory_reads",
+    "only_grows",
+    "series",
+    "steady",
+]
 
 
 @dataclass(frozen=True)
@@ -138,6 +150,27 @@ def series(records: Iterable[Record], breakdown: Breakdown) -> list[Series]:
             kind, interface, direction = _parts(name)
             is_limited = kind == "nic" and name.endswith("x_bytes")
             found.append(Series(host.name, name, points, host.limit(interface, direction) if is_limited else None))
+    return found
+
+
+def memory_reads(records: Iterable[Record], breakdown: Breakdown) -> list[Series]:
+    """What the ranks of each host read from one another's memory, all together; of hosts where they read anything."""
+    found = []
+    for host in hosts(records):
+        each = [
+            host.counters[name]
+            for name in host.counters
+            if name.endswith(MEMORY_READ) and host.counters[name].totals[-1]
+        ]
+        if not each:
+            continue
+        shift = round(breakdown.offsets_ns.get(host.name, (0.0, 0.0))[0])
+        times = max(each, key=lambda counted: len(counted.times_ns)).times_ns
+        points = tuple(
+            ((start + shift, end + shift), sum(counted.grown(start, end) for counted in each) / (end - start) * 1e9)
+            for start, end in itertools.pairwise(times)
+        )
+        found.append(Series(host.name, MEMORY_READ.lstrip("."), points))
     return found
 
 
@@ -271,6 +304,9 @@ def only_grows(name: str) -> bool:
 
 
 _GROWS = re.compile(r"(rx|tx|resent|read|written)_bytes$|_packets$|(?<!_per)_s$|(busy|limited)_us$|retransmits$")
+
+MEMORY_READ = ".memory_read_bytes"
+"""How the names of the counters end that each rank has of its own engine."""
 
 FEWEST_BINS = 5
 EXPLAINS = 0.3

@@ -8,6 +8,7 @@ use crate::stats::{ChannelStats, GroupStats, Held, PeerStats, Stats};
 use penstock_net::Peers;
 use penstock_stream::peer::Peer;
 use penstock_types::{ChannelId, PeerId};
+use std::sync::atomic::Ordering;
 
 impl Runtime {
     pub(super) fn held(&self, peers: &Peers) -> Held {
@@ -41,6 +42,7 @@ impl Runtime {
             held: self.held(peers),
             finished_operations: self.groups.finished(),
             memory_bytes: (held + operations + copied + peers.buffer_bytes()) as u64,
+            memory_read_bytes: self.local.read.load(Ordering::Relaxed),
             threads: peers.threads().to_vec(),
             groups: self
                 .groups
@@ -79,6 +81,7 @@ impl Runtime {
                             (true, false) => "local socket",
                             (false, _) => "tcp",
                         },
+                        memory_read_bytes: info.read.load(Ordering::Relaxed),
                         lost: self.groups.why_lost(peer as PeerId).map(str::to_owned),
                         streams: machine.stats(),
                     }

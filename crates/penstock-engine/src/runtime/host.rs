@@ -166,7 +166,7 @@ impl Host for Hands<'_> {
 
     fn keep(&mut self, peer: PeerId, header: &Header) -> Result<Kept, FrameError> {
         match header.kind {
-            Kind::Reference => Ok(Kept::Remote(self.local.remote(peer, header, self.payload)?)),
+            Kind::Reference => self.local.remote(peer, header, self.payload),
             _ => Ok(Kept::Bytes(self.payload.to_vec())),
         }
     }
@@ -174,7 +174,7 @@ impl Host for Hands<'_> {
     fn kept_bytes(&self, kept: &Kept) -> Option<u64> {
         match kept {
             Kept::Bytes(bytes) => Some(bytes.len() as u64),
-            Kept::Remote(_) => None,
+            Kept::Remote(..) => None,
         }
     }
 

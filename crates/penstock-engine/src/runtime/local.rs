@@ -1,5 +1,6 @@
 //! What this process has beside decisions: memory that ranks of one host share, records, and callers who wait for groups.
 
+use crate::buffers::{Kept, Reads};
 use crate::pages::HugePages;
 use crate::recorder::Recorder;
 use crate::ticket::Promise;
@@ -12,6 +13,7 @@ use penstock_types::{GroupId, PeerId, Scope};
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 pub(super) struct Local {
     pub(super) memory_epoch: Arc<MemoryEpoch>,
@@ -19,6 +21,8 @@ pub(super) struct Local {
     /// Memory regions that the user shares, by address, with their numbers.
     pub(super) regions: BTreeMap<u64, (u64, Region)>,
     pub(super) peers: Vec<PeerMemory>,
+    /// Bytes that were read from all of them.
+    pub(super) read: Arc<AtomicU64>,
     pub(super) recorder: Recorder,
     /// Callers who wait for the end of a join.
     pub(super) joins: HashMap<GroupId, Promise>,
@@ -44,6 +48,8 @@ pub(super) struct PeerMemory {
     pub(super) mappings: HashMap<u64, Arc<Mapping>>,
     /// Descriptors that the peer has passed for frames that have not come yet.
     pub(super) descriptors: VecDeque<Fd>,
+    /// Bytes that were read from its memory.
+    pub(super) read: Arc<AtomicU64>,
 }
 
 impl PeerMemory {
@@ -57,6 +63,7 @@ impl PeerMemory {
             withdrawn: HashMap::new(),
             mappings: HashMap::new(),
             descriptors: VecDeque::new(),
+            read: Arc::default(),
         }
     }
 }
@@ -68,6 +75,7 @@ impl Local {
             pages: HugePages::new(),
             regions: BTreeMap::new(),
             peers: Vec::new(),
+            read: Arc::default(),
             recorder,
             joins: HashMap::new(),
             watches: HashMap::new(),
@@ -154,18 +162,20 @@ impl Local {
         info.offered.contains_key(&number).then_some((number, offset))
     }
 
-    /// The memory that a reference frame names.
-    pub(super) fn remote(&self, peer: PeerId, header: &Header, payload: &[u8]) -> Result<Remote, FrameError> {
+    /// The message in a peer's memory that a reference frame names.
+    pub(super) fn remote(&self, peer: PeerId, header: &Header, payload: &[u8]) -> Result<Kept, FrameError> {
         let bytes = payload.try_into().map_err(|_| FrameError::Length { kind: header.kind, length: header.length })?;
         let Reference { address, epoch, region } = Reference::decode(bytes);
         let info = &self.peers[peer as usize];
-        if region == 0 {
-            return Ok(Remote::Process { pid: info.pid, address, memory_epoch: info.contact.memory_epoch, epoch });
-        }
-        let mapping = info.mappings.get(&region);
-        mapping
-            .and_then(|mapping| Remote::mapped(mapping, address, header.total, epoch))
-            .ok_or(FrameError::OutOfTurn("a reference to shared memory that is not there"))
+        let remote = if region == 0 {
+            Remote::Process { pid: info.pid, address, memory_epoch: info.contact.memory_epoch, epoch }
+        } else {
+            let mapping = info.mappings.get(&region);
+            mapping
+                .and_then(|mapping| Remote::mapped(mapping, address, header.total, epoch))
+                .ok_or(FrameError::OutOfTurn("a reference to shared memory that is not there"))?
+        };
+        Ok(Kept::Remote(remote, Reads { of_peer: info.read.clone(), of_all: self.read.clone() }))
     }
 
     /// Maps a region that a peer shares.

@@ -23,6 +23,7 @@ use penstock_stream::peer::{Event, Landing, StreamId};
 use penstock_stream::{FrameError, Header, MessageKey};
 use penstock_types::{Failure, GroupId, PeerId, Time};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 /// Runs on the engine's threads, by turns.
 pub(crate) struct Runtime {
@@ -49,6 +50,11 @@ impl Runtime {
             #[cfg(test)]
             panics: false,
         }
+    }
+
+    /// Counts the bytes that are read from the memory of ranks on this host.
+    pub(crate) fn memory_read(&self) -> Arc<AtomicU64> {
+        self.local.read.clone()
     }
 
     /// Lets the core act. If a group has failed, that is recorded.

@@ -108,10 +108,16 @@ def _ours(paths: Sequence[Path]) -> list[Record]:
             raise Config(f"{paths[0]} holds counters of a host and no rank: give the folder that it lies in")
         raise Config(f"{paths[0].parent} holds no rank's file")
     ranks = [_of_device(found[rank]) for rank in sorted(found)]
+    for name in dict.fromkeys(each.header.host for each in ranks):
+        # What a rank counts of its own engine belongs to its host's counters.
+        its = [each for each in [*hosts, *ranks] if each.header.host == name and each.readings]
+        readings = sorted((one for each in its for one in each.readings), key=lambda reading: reading.time_ns)
+        for each in ranks:
+            if each.header.host == name:
+                each.readings = readings
     for host in hosts:
         its = [each for each in ranks if each.header.host == host.header.host]
         for each in its:
-            each.readings = sorted([*each.readings, *host.readings], key=lambda reading: reading.time_ns)
             streams = [event for event in host.events if event.kind == "stream"]
             each.events = sorted([*each.events, *streams], key=lambda event: event.time_ns)
         (its or ranks)[0].problems += host.problems

@@ -119,9 +119,11 @@ class _Job:
         for record in self.ranks:
             yield from self.of_rank(record, names)
         hosts = list(dict.fromkeys(record.header.host for record in self.records))
-        for record in self.records:
-            if record.readings:
-                yield from self._counters(record, HOST_PIDS + hosts.index(record.header.host))
+        # All ranks of a host have its readings.
+        counted = {record.header.host: record for record in reversed(self.records) if record.readings}
+        for number, host in enumerate(hosts):
+            if host in counted:
+                yield from self._counters(counted[host], HOST_PIDS + number)
         yield from self._arrows(names)
 
     def of_rank(self, record: Record, names: _Names) -> Iterator[Event]:
@@ -313,7 +315,6 @@ def _meta(name: str, pid: int, tid: int, args: Event) -> Event:
 def _about(step: Step) -> Event:
     return {
         "thread_ms": step.thread_ns / 1e6,
-        "process_ms": step.process_ns / 1e6,
         "examples": step.examples,
     }
 

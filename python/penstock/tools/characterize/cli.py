@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import click
 
 from penstock.errors import PenstockError
 from penstock.extras import need
+from penstock.numbers import plural
 from penstock.tools.characterize.matrix import Cell, Matrix
 
 __all__ = ["command"]
@@ -48,7 +50,8 @@ def command(
     """Where steps of known models go, over a matrix of ranks, batches, networks and transports.
 
     MATRIX is a YAML file (docs/guide/characterize.md). Each of its runs is made under `penstock profile`, and kept in the
-    folder of --output [default: beside MATRIX, under its name]; the command goes on where it stopped.
+    folder of --output [default: beside MATRIX, under its name]; the command goes on where it stopped. If a run fails it goes on
+    with the others, and ends with status 1; run again, it makes those that failed.
 
     \b
     Examples: penstock characterize matrix.yaml --html report.html
@@ -63,6 +66,7 @@ def command(
     from penstock.tools.characterize import memory as memory_room
     from penstock.tools.characterize import results, tables
 
+    failed: list[Failed] = []
     try:
         if compare:
             before, after = (results.read(folder) for folder in compare)
@@ -75,12 +79,12 @@ def command(
         folder = shown or output or (matrix or Path()).with_suffix(".runs")
         if matrix is not None:
             with _ending_well(folder):
-                _run(matrix, folder, memory, timeout)
+                failed = _run(matrix, folder, memory, timeout)
         outcomes, limits = results.read(folder), memory_room.Tries(folder).limits()
     except PenstockError as error:
         raise click.ClickException(str(error)) from error
     if not outcomes:
-        raise click.ClickException(f"{folder} has no run that has ended")
+        raise click.ClickException("\n".join([f"{folder} has no run that has ended", *_listed(failed)]))
     from penstock.reports.terminal import print_first_screen
     from penstock.tools.characterize.findings import ABSENT, findings
     from penstock.tools.characterize.report import page
@@ -101,6 +105,30 @@ def command(
 
         write_file(str(html_path), render(told))
         console.print(f"Report: {html_path.resolve()}", highlight=False, soft_wrap=True)
+    if failed:
+        text = f"{plural(len(failed), 'run')} failed, and what is above is without them. The same command makes them again."
+        raise click.ClickException("\n".join([text, *_listed(failed)]))
+
+
+class Failed(NamedTuple):
+    """A run that came to nothing."""
+
+    what: str
+    error: PenstockError
+
+
+def _listed(failed: Sequence[Failed]) -> list[str]:
+    """Each in a line: what, and the last error that it said, or the last line."""
+    told = []
+    for what, error in failed:
+        lines = [line.strip() for line in str(error).splitlines() if any(map(str.isalnum, line))]
+        errors = [line for line in lines if _ERROR.search(line)]
+        told.append(f"  {what}: {(errors or lines or [''])[-1][:300]}")
+    return told
+
+
+_ERROR = re.compile(r"(Error|Exception|Config|Refused|Timeout|PeerLost): \S")
+"""torchrun says more below what a rank said."""
 
 
 @contextlib.contextmanager
@@ -120,7 +148,7 @@ def _ending_well(folder: Path) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run(path: Path, folder: Path, memory: int | None, timeout_s: float) -> None:
+def _run(path: Path, folder: Path, memory: int | None, timeout_s: float) -> list[Failed]:
     from penstock.tools.bench.output import say
     from penstock.tools.characterize import matrix, results, running
     from penstock.workloads.transformer.shapes import MODELS
@@ -133,19 +161,27 @@ def _run(path: Path, folder: Path, memory: int | None, timeout_s: float) -> None
     folder.mkdir(parents=True, exist_ok=True)
     kept = {(outcome.cell, outcome.repeat) for outcome in results.read(folder)}
     wanted = [(cell, repeat) for repeat in range(given.repeats) for cell in given.cells]
+    failed: list[Failed] = []
     if memory is not None:
-        wanted += [(cell, 0) for cell in _largest(given, memory, folder, timeout_s)]
+        wanted += [(cell, 0) for cell in _largest(given, memory, folder, timeout_s, failed)]
     missing = [each for each in wanted if each not in kept]
     if len(missing) < len(wanted):
         say(f"{len(wanted) - len(missing)} of {len(wanted)} runs are in {folder}")
     for number, (cell, repeat) in enumerate(missing, 1):
         say(f"{number} of {len(missing)}: {cell.key}, run {repeat + 1} of {given.repeats}")
-        outcome = running.run(cell, repeat, steps=given.steps, seed=given.seed, folder=folder, timeout_s=timeout_s)
-        results.write(folder, outcome)
+        try:
+            outcome = running.run(cell, repeat, steps=given.steps, seed=given.seed, folder=folder, timeout_s=timeout_s)
+        except running.RunFailed as error:
+            say(f"it failed, and the others go on: {error}")
+            failed.append(Failed(f"{cell.key}, run {repeat + 1}", error))
+        else:
+            # A folder that cannot be written ends it all.
+            results.write(folder, outcome)
+    return failed
 
 
-def _largest(given: Matrix, mib: int, folder: Path, timeout_s: float) -> list[Cell]:
-    """Cells with the largest batch that fits, for each cell of the matrix."""
+def _largest(given: Matrix, mib: int, folder: Path, timeout_s: float, failed: list[Failed]) -> list[Cell]:
+    """Cells with the largest batch that fits, for each cell of the matrix. Searches that fail are added to ``failed``."""
     from penstock.tools.bench.output import say
     from penstock.tools.characterize import running
     from penstock.tools.characterize.memory import Kind, Tries, kind_of
@@ -161,7 +197,13 @@ def _largest(given: Matrix, mib: int, folder: Path, timeout_s: float) -> list[Ce
     for cell in given.cells:
         kind = kind_of(cell)
         if kind not in known:
-            known[kind] = tries.largest(cell, mib, fits)
+            try:
+                known[kind] = tries.largest(cell, mib, fits)
+            except running.RunFailed as error:
+                say(f"the search failed, and the others go on: {error}")
+                failed.append(Failed(f"the largest batch of {cell.model} with {cell.ranks} ranks of {mib} MiB", error))
+                known[kind] = 0
+                continue
             most = f"the largest batch is {known[kind]}" if known[kind] else "not even one sequence a rank fits"
             say(f"{cell.model}, {cell.parallel} parallel, {cell.ranks} ranks of {mib} MiB: {most}")
         if known[kind]:

@@ -13,14 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from penstock.errors import Config, PenstockError
+from penstock.errors import PenstockError
 from penstock.profiling.record import Record
 from penstock.profiling.utilisation import Counter, hosts
 from penstock.tools.bench import machine
 from penstock.tools.characterize.matrix import Cell
 from penstock.tools.characterize.results import Outcome, Rates, outcome_of
 
-__all__ = ["carried", "command_of", "environment_of", "fits", "run"]
+__all__ = ["RunFailed", "carried", "command_of", "environment_of", "fits", "run"]
+
+
+class RunFailed(PenstockError):
+    """A run came to nothing. Others may not."""
 
 
 def command_of(cell: Cell, steps: int, seed: int, *, memory: int = 0) -> list[str]:
@@ -57,7 +61,7 @@ def run(cell: Cell, repeat: int, *, steps: int, seed: int, folder: Path, timeout
     Blocking: until it has ended. Ctrl-C ends its processes.
 
     Raises:
-        Config: it failed, with the end of what it printed; or it took too long.
+        RunFailed: with the end of what it printed; or it took too long.
     """
     records = folder / f"{cell.key}.{repeat}"
     shutil.rmtree(records, ignore_errors=True)
@@ -69,7 +73,7 @@ def run(cell: Cell, repeat: int, *, steps: int, seed: int, folder: Path, timeout
     profile = [sys.executable, "-m", "penstock", "profile", "-o", str(records), "--json", str(table), "--", *inner]
     code, said = _finished(profile, environment_of(cell, os.environ), timeout_s)
     if code != 0:
-        raise Config(f"{cell.key} ended with status {code}; it said:\n{said[-3000:]}")
+        raise RunFailed(f"{cell.key} ended with status {code}; it said:\n{said[-3000:]}")
     from penstock.profiling.readers import load
     from penstock.profiling.writers import from_json
 
@@ -77,26 +81,26 @@ def run(cell: Cell, repeat: int, *, steps: int, seed: int, folder: Path, timeout
         breakdown = from_json(table)
         found = load(records)
         assert isinstance(found, list), "a folder of ours has records"
-        rates = carried(found)
+        outcome = outcome_of(cell, repeat, breakdown, carried(found))
     except PenstockError as error:
-        raise Config(f"{cell.key}: {error}") from error
+        raise RunFailed(f"{cell.key}: {error}") from error
     finally:
         table.unlink(missing_ok=True)
     cpu = machine.describe()["hardware"]["cpu"]
-    return replace(outcome_of(cell, repeat, breakdown, rates), processors=cpu["usable"], machine=cpu["model"])
+    return replace(outcome, processors=cpu["usable"], machine=cpu["model"])
 
 
 def fits(cell: Cell, memory: int, *, seed: int, timeout_s: float) -> bool:
     """Whether two steps of the cell run with so many bytes of memory a rank. The network does not matter and is left out.
 
     Raises:
-        Config: the run failed for another reason.
+        RunFailed: for another reason than memory.
     """
     tried = replace(cell, link_mbit=0.0, flow_mbit=0.0, transport="gloo")
     command = command_of(tried, 2, seed, memory=memory)
     code, said = _finished(command, environment_of(tried, os.environ), timeout_s)
     if code != 0 and '"out_of_memory": true' not in said:
-        raise Config(f"{tried.key} with {memory >> 20} MiB ended with status {code}; it said:\n{said[-3000:]}")
+        raise RunFailed(f"{tried.key} with {memory >> 20} MiB ended with status {code}; it said:\n{said[-3000:]}")
     return code == 0
 
 
@@ -113,7 +117,7 @@ def _finished(command: Sequence[str], environment: Mapping[str, str], timeout_s:
     try:
         said, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
-        raise Config(f"no end after {timeout_s:g} s: {' '.join(command[-12:])}; give --timeout more") from error
+        raise RunFailed(f"no end after {timeout_s:g} s: {' '.join(command[-12:])}; give --timeout more") from error
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
@@ -131,7 +135,7 @@ def carried(records: Sequence[Record]) -> Rates:
     found = []
     for host in hosts(records):
         steps = [each.steps for each in records if each.header.host == host.name and len(each.steps) > 2]
-        if not steps:
+        if not steps or not host.interfaces():
             continue
         start, end = min(own[2].start_ns for own in steps), max(own[-1].end_ns for own in steps)
         best = Rates()

@@ -199,10 +199,12 @@ def cards(shares: Sequence[Share]) -> list[Card]:
 
 
 def carried(breakdown: Breakdown, records: Sequence[Record]) -> list[str | list[str] | Picture | Table]:
-    """Rx and Tx over time, of the interfaces that carried most, and what explains where they fall."""
+    """Rx and Tx over time, of the interfaces that carried most, and what explains where they fall; and what ranks of a host read
+    from one another's memory."""
     found = steps.rates(records, breakdown)
+    memory = _through_memory(breakdown, records)
     if not found:
-        return [
+        return memory or [
             "There are no readings of interfaces. `penstock profile -- COMMAND` takes them by itself every 100 ms; traces and "
             "logs of other tools have none."
         ]
@@ -232,7 +234,31 @@ def carried(breakdown: Breakdown, records: Sequence[Record]) -> list[str | list[
     blocks: list[str | list[str] | Picture | Table] = [Picture("interfaces", Lines(panels), see, how)]
     if fallen := utilisation.drops(records, breakdown):
         blocks += ["Where one carries less than half of what it mostly does:", _fallen(fallen, first)]
-    return blocks
+    return blocks + memory
+
+
+def _through_memory(breakdown: Breakdown, records: Sequence[Record]) -> list[str | list[str] | Picture | Table]:
+    found = utilisation.memory_reads(records, breakdown)[:MOST_INTERFACES]
+    if not found:
+        return []
+    first = min(each.points[0][0][0] for each in found)
+    curves = [
+        Curve(
+            each.host,
+            [(end - first) / 1e9 for (_, end), _ in steps.thinned(each)],
+            [rate / 1e6 for _, rate in steps.thinned(each)],
+            series(index),
+            is_steps=True,
+            width_px=1.4,
+        )
+        for index, each in enumerate(found)
+    ]
+    x, y = Axis("since the first reading", "seconds", from_zero=True), Axis("rate", "MB/s", from_zero=True)
+    rates = {each.host: max(rate for _, rate in each.points) for each in found}
+    top = max(rates, key=rates.__getitem__)
+    see = f"Ranks of {top} read {rates[top] / 1e6:.3g} MB/s at most from one another's memory."
+    how = "By the counters of Penstock's engine, all ranks of a host together. No interface carries these bytes."
+    return [Picture("memory", Lines([Panel("read from memory", x, y, curves)]), see, how)]
 
 
 def _fallen(found: Sequence[Drop], first_ns: int) -> list[str]:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from penstock.profiling import purposes
 from penstock.profiling.matching import canonical
+from penstock.tools.profile.recorder.journal import Journal
 from penstock.tools.profile.recorder.kineto import Call
-from penstock.tools.profile.recorder.marks import Marks
 from penstock.tools.profile.recorder.settling import InFlight
 
 __all__ = ["Calls", "patch", "patch_functional", "rebind"]
@@ -41,7 +41,7 @@ class Recording(Protocol):
     """As in `recording`, as far as a call needs it."""
 
     calls: Calls
-    marks: Marks
+    marks: Journal
     phase: str
 
 

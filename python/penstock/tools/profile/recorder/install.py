@@ -50,6 +50,7 @@ class _State:
 _state = _State()
 _beginning = threading.Lock()
 _is_compiling = torch.compiler.is_compiling
+_thread = threading.get_ident
 
 
 def install(folder: str) -> None:
@@ -91,6 +92,12 @@ def _active() -> Recording | None:
     """The recording, on its training thread."""
     recording = _state.recording
     return recording if recording is not None and recording.thread == threading.get_ident() else None
+
+
+def _ready() -> Recording | None:
+    """The recording, on its training thread, if the process is known as a rank."""
+    recording = _state.recording
+    return recording if recording is not None and recording.is_rank and recording.thread == _thread() else None
 
 
 def _begin(*, trains: bool = False) -> Recording | None:
@@ -234,6 +241,7 @@ class _Modules:
 
     def __init__(self) -> None:
         self._call: Any = None
+        self.is_watching = False
         self.original: Any = None
         """A function with torch's own code."""
 
@@ -250,9 +258,11 @@ class _Modules:
     def watch(self) -> None:
         """The next call of a module is a mark."""
         self._call.__code__ = _marking.__code__
+        self.is_watching = True
 
     def leave(self) -> None:
         if self._call is not None:
+            self.is_watching = False
             self._call.__code__ = self.original.__code__
 
 
@@ -271,7 +281,7 @@ def _marking(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _penstock_profile_call(module: Any, args: Any, kwargs: Any) -> Any:
     """A call of a module that is in no other."""
     original = _modules.original
-    recording = None if _is_compiling() else _begin()
+    recording = None if _is_compiling() else _ready() or _begin()
     # What runs within a backward pass is computed again for it (torch.utils.checkpoint).
     if recording is None or recording.is_in_pass():
         return original(module, *args, **kwargs)
@@ -304,10 +314,11 @@ def _patch_backward() -> None:
 
     @functools.wraps(original)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        recording = None if _is_compiling() else _train()
+        recording = None if _is_compiling() else _ready() or _train()
         if recording is None or recording.is_in_pass():
             return original(*args, **kwargs)
-        _modules.watch()
+        if not _modules.is_watching:  # what a handler of a signal raises may have come between
+            _modules.watch()
         recording.backward_begins(sys._getframe())
         try:
             return original(*args, **kwargs)
@@ -322,7 +333,7 @@ def _patch_optimizers() -> None:
     from torch.optim import optimizer
 
     def before(one: Any, args: Any, kwargs: Any) -> None:
-        recording = None if _is_compiling() else _step()
+        recording = None if _is_compiling() else _ready() or _step()
         if recording is not None:
             recording.optimizer_begins(sys._getframe(1))
 

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from penstock.profiling.record import Interval, Span, Step, Wait
 
-__all__ = ["MOST_MARKS", "Marks", "Usage"]
+__all__ = ["MOST_MARKS", "Marks"]
 
 MOST_MARKS = 50_000
 """Spans and waits that are kept of a step."""
 
 _LEAST_FORWARD_NS = 100_000
 """Between a mark and a backward pass, if no module ran. Two backward passes in a row have some us between them."""
-
-
-class Usage(NamedTuple):
-    """What the thread and its process have used of processors so far, in ns."""
-
-    thread_ns: int = 0
-    process_ns: int = 0
 
 
 class Marks:
@@ -33,10 +24,10 @@ class Marks:
     - a module in evaluation mode with gradients is forward if a backward pass follows in the same step.
     """
 
-    def __init__(self, now_ns: int, usage: Usage) -> None:
+    def __init__(self, now_ns: int, thread_ns: int) -> None:
         self.number = 0
         self.start_ns = now_ns
-        self._usage = usage
+        self._thread_ns = thread_ns
         self._spans: list[Span] = []
         self._waits: list[Wait] = []
         self._examples = self._left_out = 0
@@ -117,8 +108,12 @@ class Marks:
 
     # ------------------------------------------------------------------------------------------------------- steps
 
-    def end_step(self, at_ns: int, usage: Usage) -> tuple[Step, int]:
-        """The step that has ended, and how many marks of it were left out. What is open goes on in the next."""
+    def end_step(self, at_ns: int, thread_ns: int) -> tuple[Step, int]:
+        """The step that has ended, and how many marks of it were left out. What is open goes on in the next.
+
+        Args:
+            thread_ns: what the thread has used of processors so far.
+        """
         self._settle()
         self._maybe_forward.clear()
         for phase, start_ns in self._open:
@@ -131,8 +126,7 @@ class Marks:
             at_ns,
             tuple(self._spans),
             tuple(self._waits),
-            max(0, usage.thread_ns - self._usage.thread_ns),
-            max(0, usage.process_ns - self._usage.process_ns),
+            max(0, thread_ns - self._thread_ns),
             self._examples,
         )
         left_out = self._left_out
@@ -140,7 +134,7 @@ class Marks:
         self._examples = self._left_out = 0
         self.number += 1
         self.start_ns = self._last_ns = at_ns
-        self._usage = usage
+        self._thread_ns = thread_ns
         return step, left_out
 
     # ----------------------------------------------------------------------------------------------------- helpers

@@ -19,10 +19,11 @@ from penstock.errors import Config
 from penstock.profiling.record import Event, Header, Step, read
 from penstock.tools.profile.recorder.collectives import Calls
 from penstock.tools.profile.recorder.conversion import costs
-from penstock.tools.profile.recorder.counters import Counters
+from penstock.tools.profile.recorder.counters import Counters, of_engine
 from penstock.tools.profile.recorder.identity import Identity, make_room
 from penstock.tools.profile.recorder.iterations import Iterations
-from penstock.tools.profile.recorder.marks import MOST_MARKS, Marks, Usage
+from penstock.tools.profile.recorder.journal import Journal
+from penstock.tools.profile.recorder.marks import MOST_MARKS
 from penstock.tools.profile.recorder.optimizers import Optimizers, is_within
 from penstock.tools.profile.recorder.sampling import Sampling
 from penstock.tools.profile.recorder.writer import Writer
@@ -53,7 +54,7 @@ class Recording:
         self.phase = ""
         """What the thread did last in this step: forward, backward or optimizer."""
         self.calls = Calls()
-        self.marks = Marks(time.monotonic_ns(), _usage())
+        self.marks = Journal(time.monotonic_ns(), time.thread_time_ns())
         self.iterations = Iterations()
         self._optimizers = Optimizers()
         self._pass: types.FrameType | None = None
@@ -105,7 +106,7 @@ class Recording:
 
     def is_in_pass(self) -> bool:
         """Whether a backward pass runs. One whose end was missed, since a signal's handler raised within its mark, does not."""
-        if not self.marks.is_in("backward"):
+        if not self.marks.open or not self.marks.is_in("backward"):
             return False
         if threading.get_ident() != self.thread or (self._pass and is_within(sys._getframe(1), self._pass)):
             return True
@@ -133,7 +134,7 @@ class Recording:
     def optimizer_begins(self, caller: types.FrameType) -> None:
         if self._optimizers.begins(caller):
             self.phase = "optimizer"
-            if self.marks.is_in("optimizer"):  # one that raised
+            if self.marks.open and self.marks.is_in("optimizer"):  # one that raised
                 self.marks.forget("optimizer")
             self.marks.enter("optimizer", time.monotonic_ns())
 
@@ -151,33 +152,45 @@ class Recording:
                 self._end_step()
 
     def _end_step(self) -> None:
-        step, left_out = self.marks.end_step(time.monotonic_ns(), _usage())
+        marks, now_ns = self.marks, time.monotonic_ns()
+        number, duration_ns = marks.number, now_ns - marks.start_ns
+        marks.end_step(now_ns, time.thread_time_ns())
         self.phase = ""
-        self._keep(step, left_out)
-        if self.sampling.wants(step.number):
+        if self.sampling.wants(number):
+            step = self._settle(now_ns)
             with self.span("profiler"):
                 self.sampling.step_ended(step, self.calls)
         else:
-            self.sampling.passed(step)
-        if step.number == 0 and self.identity.world > 1:
+            if marks.is_due(now_ns):
+                self._settle(now_ns)
+            self.sampling.passed(duration_ns)
+        if number == 0 and self.identity.world > 1:
             # Within the steps that count as warm-up. It is not known where there is no memory left for it, or where a mode of
             # torch's does not let it be.
             with self.span("profiler"), contextlib.suppress(Exception):
                 self.event("float16", "{:.3f} ns a byte before it is sent, {:.3f} after".format(*costs()))
         self.calls.step_ended()
 
-    def _keep(self, step: Step, left_out: int) -> None:
-        self.writer.put(step)
-        if left_out:
-            self.event("left out", f"{left_out} marks of step {step.number}: a step keeps {MOST_MARKS}")
+    def _settle(self, now_ns: int) -> Step:
+        """Keep the steps that have ended. Returns the last."""
+        ended = self.marks.settle(now_ns)
+        for step, left_out in ended:
+            self.writer.put(step)
+            if left_out:
+                self.event("left out", f"{left_out} marks of step {step.number}: a step keeps {MOST_MARKS}")
+        return ended[-1][0]
 
     # ----------------------------------------------------------------------------------------------------------- end
 
     def end(self) -> None:
         """The process ends. A script that never stepped is one step."""
         self.sampling.abandon(self.calls)
+        now_ns = time.monotonic_ns()
         if self.marks.number == 0:
-            self._keep(*self.marks.end_step(time.monotonic_ns(), _usage()))
+            self.marks.end_step(now_ns, time.thread_time_ns())
+        if self.marks.has_ended:
+            self._settle(now_ns)
+        self._read_engine()
         error = getattr(sys, "last_value", None)
         if error is not None:
             self.event("exception", f"{type(error).__name__}: {error}")
@@ -199,13 +212,15 @@ class Recording:
     def _beat(self) -> None:
         if self.is_rank or time.monotonic_ns() > self.identity.start_ns + 1e9 * _UNDECIDED_S:
             self._counters.look()
+        self._read_engine()
+
+    def _read_engine(self) -> None:
+        # Before its first step a record with readings would be taken for a host's.
+        if self.marks.number > 0 and (readings := of_engine()) is not None:
+            self.writer.put(readings)
 
     def _header(self) -> Header | None:
         return self.identity.header() if self.is_rank or self._is_over else None
 
     def _path(self, header: Header) -> Path:
         return make_room(self.folder / f"rank-{header.rank}.jsonl")
-
-
-def _usage() -> Usage:
-    return Usage(time.thread_time_ns(), time.process_time_ns())

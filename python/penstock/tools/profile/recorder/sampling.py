@@ -78,12 +78,10 @@ class Sampling:
         self._is_off = False
         self._has_many = False
         """Whether a step has so many events that the profiler runs for one step only, and without shapes."""
+        self._lead = _LEAD
+        """Steps for which it runs."""
         self.until_ns = _NEVER
         """A sample that runs for longer is given up: an evaluation in it would fill the memory with events."""
-
-    @property
-    def _lead(self) -> int:
-        return 1 if self._has_many else _LEAD
 
     @property
     def is_running(self) -> bool:
@@ -91,11 +89,13 @@ class Sampling:
 
     def wants(self, number: int) -> bool:
         """Whether there is something to do at the end of that step."""
-        return not self._is_off and (self.is_running or number == _PROBE - 1 or self._is_sample(number + self._lead))
+        if self._is_off or self._profile is not None:
+            return not self._is_off
+        return number == _PROBE - 1 or self._is_sample(number + self._lead)
 
     def step_ended(self, step: Step, calls: Calls) -> None:
         """Start or stop what is due. Whatever is wrong with the profiler, or with us, the training goes on."""
-        self.passed(step)
+        self.passed(step.end_ns - step.start_ns)
         try:
             if self.is_running and self._wanted == _PROBE:
                 self._count(calls)
@@ -116,9 +116,9 @@ class Sampling:
                 "profiler", f"torch's profiler failed, so there are no more samples: {type(error).__name__}: {error}"
             )
 
-    def passed(self, step: Step) -> None:
-        duration_ns = step.end_ns - step.start_ns
-        if self.is_running:
+    def passed(self, duration_ns: int) -> None:
+        """A step of that length has ended."""
+        if self._profile is not None:
             usual = statistics.median(self._plain) if self._plain else duration_ns
             self._cost += max(0, round(duration_ns - usual))
         elif self._is_plain:
@@ -243,7 +243,7 @@ class Sampling:
             text = f"a step has {count:,} events of torch's profiler, and there is memory for {most:,}: there are no samples"
             self._say("profiler", text)
         elif count > _MANY:
-            self._has_many = True
+            self._has_many, self._lead = True, 1
             text = f"a step has {count:,} events of torch's profiler: samples are few, and without the sizes of what DDP sends"
             self._say("profiler", text)
 

@@ -72,11 +72,11 @@ def _have_returned(patience_s: float) -> bool:
 
 
 def _is_at_work() -> bool:
-    """Whether a thread of a backend runs, or could if it had a processor."""
+    """Whether a thread of a backend runs, or could if it had a processor, or waits in the kernel, as for a page."""
     with contextlib.suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/stat", "rb") as file:
                 name, _, rest = file.read().partition(b"(")[2].rpartition(b")")
-                if rest[1:2] == b"R" and name.decode(errors="replace").startswith(_BACKENDS):
+                if rest[1:2] in (b"R", b"D") and name.decode(errors="replace").startswith(_BACKENDS):
                     return True
     return False
