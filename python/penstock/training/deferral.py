@@ -218,10 +218,11 @@ class Deferral:
     def gradient(self, index: int) -> torch.Tensor | None:
         """What ``grad`` of a parameter gives: a tensor that is waited for when it is used."""
         with self._lock:
-            self._end_raised_step()
+            if self._stepping is not None:
+                self._end_raised_step()
             one = self._pending.get(index)
             if one is not None:
-                if self._stepping == threading.get_ident():
+                if self._stepping is not None and self._stepping == threading.get_ident():
                     return None
                 fresh = one.fresh()
                 if one.is_dropped:
@@ -256,7 +257,7 @@ class Deferral:
 
     def _drop(self) -> None:
         """The gradients do not arrive."""
-        with self._lock:
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
             for one in self._pending.values():
                 one.begin_step()
                 one.end()
@@ -305,8 +306,9 @@ class Deferral:
     def _take(self, arrived: Sequence[int]) -> None:
         self._end_raised_step()
         taken = [(index, self._pending.pop(index)) for index in arrived]
-        for _, one in taken:
-            one.begin_step()
+        with torch._C.DisableTorchFunctionSubclass():
+            for _, one in taken:
+                one.begin_step()
         try:
             if self._owed is not None:
                 hyperparameters, places = self._owed
@@ -316,8 +318,9 @@ class Deferral:
                         groups.setdefault(places[index], []).append(one.parameter)
                 self._step([{**hyperparameters[at], "params": each} for at, each in groups.items()])
         finally:
-            for _, one in taken:
-                one.end()
+            with torch._C.DisableTorchFunctionSubclass():
+                for _, one in taken:
+                    one.end()
 
     def _step(self, groups: list[dict[str, Any]]) -> None:
         """A part of the optimizer's step, whose hooks have been called. To other threads the parameters are pending until its
@@ -375,18 +378,18 @@ class _Pending:
         _set_gradient(self.parameter, gradient)
 
     def begin_step(self) -> None:
-        """The gradient is there, or never will be: the parameter has it, until `end`."""
-        self._made = self.fresh()
-        self.set(self.gradient)
+        """The gradient is there, or never will be: the parameter has it, until `end`. Both are called while torch's functions see
+        ordinary tensors."""
+        self._made = _GET_GRAD(self.parameter)
+        _SET_GRAD(self.parameter, self.gradient)
 
     def end(self) -> None:
         """Both are ordinary tensors again."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if self.is_dropped:
-                self.parameter.grad = self._made
-            elif self._made is not None:
-                # As autograd would have added it.
-                self.gradient.add_(self._made)
+        if self.is_dropped:
+            _SET_GRAD(self.parameter, self._made)
+        elif self._made is not None:
+            # As autograd would have added it.
+            self.gradient.add_(self._made)
         # The classes come last: they tell other threads that all is done.
         del _places[id(self.parameter)], _places[id(self.gradient)]
         self.gradient.__class__ = torch.Tensor
@@ -456,20 +459,22 @@ def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if function in _WITHOUT_VALUES:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
-    _arrive((args, kwargs))
+    _arrive(args)
+    if kwargs:
+        _arrive(kwargs)
     return function(*args, **kwargs)
 
 
 def _arrive(used: Any) -> None:
     """Wait for all that is pending in these."""
     for one in used.values() if isinstance(used, dict) else used:
-        if isinstance(one, PendingParameter | PendingGradient):
+        if type(one) in _CLASSES:
             found = _place(one)
             if found is not None:
                 found[0].arrive(found[1])
-            if isinstance(one, PendingParameter | PendingGradient):
+            if type(one) in _CLASSES:
                 # Its reducer is gone, or an interrupt has kept it from its end.
-                one.__class__ = torch.nn.Parameter if isinstance(one, torch.nn.Parameter) else torch.Tensor
+                one.__class__ = torch.nn.Parameter if type(one) is PendingParameter else torch.Tensor
         elif isinstance(one, tuple | list | dict):
             _arrive(one)
 
@@ -543,6 +548,8 @@ def _compiled() -> list[str]:
     return [reason for reason, holds in used.items() if holds]
 
 
+# What is pending has one of these types. (isinstance() takes longer: torch's class of a parameter answers in Python.)
+_CLASSES = {PendingParameter, PendingGradient}
 _Place = tuple[Callable[[], Deferral | None], int]
 # Of the parameters and gradients that are pending, by their ids.
 _places: dict[int, _Place] = {}
