@@ -614,10 +614,19 @@ def test_the_bound_of_a_step() -> None:
 
 
 def test_training_is_summarised_from_its_slowest_rank() -> None:
-    """Medians over steps, of the rank that has the longest; what came before the first turn does not count."""
+    """Medians over steps, of the rank that has the longest; processor time is each rank's least. What came before the first turn
+    does not count."""
 
     def said(rank: int, way: str, turn: int, *seconds: float) -> dict[str, object]:
-        return {"rank": rank, "way": way, "turn": turn, "seconds": seconds, "stats": {"steps": 4, "rounds": 8}}
+        stats = {"steps": 4, "rounds": 8}
+        return {
+            "rank": rank,
+            "way": way,
+            "turn": turn,
+            "seconds": seconds,
+            "processor_s": seconds[-1] / 2,
+            "stats": stats,
+        }
 
     first = [
         said(0, "compute", -1, 9.0),
@@ -635,6 +644,7 @@ def test_training_is_summarised_from_its_slowest_rank() -> None:
     outcome = training.summarise(records, {"model": "cnn"}, 2, 2, 1e4)
     assert (outcome.gradients, outcome.gradient_bytes, outcome.compute_s) == (2, 4000, 0.4)
     assert [(way.name, way.step_s) for way in outcome.ways] == [("ddp", 4.0)]
+    assert (outcome.ways[0].processor_s, outcome.compute_processor_s) == (pytest.approx(1.5), pytest.approx(0.175))
     assert (outcome.link_s, outcome.sockets_s) == (0.7, 0.9)
     assert outcome.bound_s == pytest.approx(0.25 + 0.3 + 0.4 - 0.25)
     assert training.summarise(records, {"model": "cnn"}, 2, 1, None).bound_s is None
@@ -657,7 +667,7 @@ def test_training_on_a_link_has_limits(tmp_path: pathlib.Path) -> None:
 def test_training_runs(tmp_path: pathlib.Path) -> None:
     """Every way trains on loopback, and the other model does."""
     few = ["--hosts", "1", "--ranks", "2", "--batch", "1", "--turns", "1", "--steps", "1"]
-    every = [*training.WAYS, "hook-bfloat16", "reducer-float16-feedback"]
+    every = [*training.WAYS, "hook-bfloat16", "reducer-float16-feedback", "deferred-even"]
     for model, ways in (("cnn", every), ("char-gpt", ["hook"])):
         path = tmp_path / f"{model}.json"
         run = _bench(["training", model, *few, "--ways", ",".join(ways), "--json", str(path)])

@@ -25,47 +25,13 @@ from torch import nn
 
 import penstock.optim
 import ranks
-from penstock import _core
+from late import Late
 from penstock.errors import Config, Mismatch, PeerLost
 from penstock.tools import testbed
 from penstock.torch import GradientReducer
 from penstock.training.deferral import OPTIMIZERS, PendingGradient, PendingParameter
 
 SEEDS = range(4)
-
-
-class Late:
-    """A reducer of whose gradients some arrive only when somebody waits for them, or for another one."""
-
-    def __init__(self, reducer: _core.Reducer, rng: random.Random) -> None:
-        self._reducer = reducer
-        self._rng = rng
-        self._late: set[int] = set()
-
-    def begin(self, count: int) -> None:
-        """A step begins, in which some are late."""
-        share = self._rng.choice([0.2, 0.6, 1.0])
-        self._late = {index for index in range(count) if self._rng.random() < share}
-
-    def arrival(self, index: int) -> Any:
-        return _Arrival(self, index) if index in self._late else self._reducer.arrival(index)
-
-    def wait(self, index: int) -> None:
-        arrival = self._reducer.arrival(index)
-        if arrival is not None:
-            arrival.wait()
-        self._late.discard(index)
-        if self._late and self._rng.random() < 0.3:
-            self._late.pop()
-
-
-class _Arrival:
-    def __init__(self, late: Late, index: int) -> None:
-        self._late = late
-        self._index = index
-
-    def wait(self) -> None:
-        self._late.wait(self._index)
 
 
 class Scaled(torch.autograd.Function):
@@ -122,8 +88,7 @@ class Run:
         self.seen: list[Any] = []
         self.late: Late | None = None
         if self.reducer._deferral is not None:
-            self.late = Late(self.reducer._reducer, rng)
-            self.reducer._deferral._reducer = self.late  # type: ignore[assignment]
+            self.late = Late(self.reducer, rng)
 
     def loss(self, seed: int, skips: bool) -> torch.Tensor:
         data = torch.Generator().manual_seed(10 * seed + dist.get_rank())
@@ -459,8 +424,7 @@ def _hidden(ways: list[str]) -> None:
             adam = torch.optim.Adam(model.parameters(), lr=0.1)
             reducer = GradientReducer(model, optimizer=adam if is_deferred else None)
             if reducer._deferral is not None:
-                late = Late(reducer._reducer, random.Random(dist.get_rank()))
-                reducer._deferral._reducer = late  # type: ignore[assignment]
+                late = Late(reducer, random.Random(dist.get_rank()))
             results.append(_train(way, model, adam, late if is_deferred else None, flat if way == "views" else None))
         _equal(*results, way)
     dist.destroy_process_group()
@@ -546,9 +510,7 @@ def _threads() -> None:
     model = nn.Linear(4, 4)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     reducer = GradientReducer(model, optimizer=sgd)
-    assert reducer._deferral is not None
-    late = Late(reducer._reducer, random.Random(2))
-    reducer._deferral._reducer = late  # type: ignore[assignment]
+    late = Late(reducer, random.Random(2))
 
     def step() -> list[torch.Tensor]:
         late._late = {0, 1}

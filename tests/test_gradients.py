@@ -570,6 +570,7 @@ def _copied(hooked: str) -> list[tuple[int, int]]:
     )  # weights of 1,440,000 bytes, biases of 2400
     small = nn.Sequential(*(nn.Linear(30, 30, bias=False) for _ in range(3)))  # 3600 bytes each
     values = []
+    GradientReducer._tapers = False
     for net, width in ((large, 600), (small, 30)):
         # All of it in one round.
         model, reducer = _hooked(net, hooked, bucket_bytes=4 << 20)

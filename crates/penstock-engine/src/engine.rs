@@ -362,6 +362,7 @@ mod tests {
             wire: None,
             error_feedback: false,
             last_first: false,
+            tapers: false,
             check_finite: false,
             priority: Priority(0),
             timeout: u64::MAX,

@@ -12,8 +12,12 @@
 //! A bucket that is contiguous (a large gradient, or neighbours in memory) is reduced in place; others are copied together and
 //! back. If the dtype on the wire is another than the gradients', the copy converts.
 
+mod order;
+mod pace;
 mod spec;
 
+use order::level;
+use pace::Pace;
 use spec::check_wire;
 pub use spec::{Gradient, ReducerSpec, ReducerStats, Setting};
 
@@ -45,6 +49,7 @@ struct Inner {
     check_finite: bool,
     priority: Priority,
     last_first: bool,
+    tapers: bool,
     timeout: u64,
     state: Mutex<State>,
 }
@@ -52,6 +57,7 @@ struct Inner {
 #[derive(Debug)]
 struct State {
     readiness: Readiness,
+    pace: Pace,
     bucket_bytes: u64,
     wire: Option<DType>,
     submitted: Vec<Option<Submitted>>,
@@ -137,6 +143,7 @@ impl Reducer {
         let count = entries.len();
         let state = State {
             readiness: Readiness::new(entries, names, spec.rank, spec.world),
+            pace: Pace::default(),
             bucket_bytes: spec.bucket_bytes,
             wire: spec.wire,
             submitted: (0..count).map(|_| None).collect(),
@@ -162,6 +169,7 @@ impl Reducer {
             check_finite: spec.check_finite,
             priority: spec.priority,
             last_first: spec.last_first,
+            tapers: spec.tapers,
             timeout: spec.timeout,
             state: Mutex::new(state),
         })))
@@ -273,11 +281,25 @@ impl Reducer {
         ticket
     }
 
-    /// Completes when a gradient is the submitter's again; `None` if it is. Does not block.
+    /// Completes when a gradient is reduced and the submitter's again; `None` if it is. If the reducer has failed, whatever is the
+    /// submitter's counts as failed. Does not block.
     #[must_use]
     pub fn arrival(&self, index: u32) -> Option<Ticket> {
         let mut state = self.lock();
+        if let Some(failure) = &state.failed {
+            return Some(Ticket::ready(Err(failure.clone())));
+        }
         Some(state.submitted.get_mut(index as usize)?.as_mut()?.arrival.get_or_insert_default().clone())
+    }
+
+    /// The gradients that are not reduced and the submitter's again yet, in the order of their indices. Does not block.
+    ///
+    /// # Errors
+    /// The failure of the reducer: which gradients are reduced nobody knows then.
+    pub fn late(&self) -> Result<Vec<u32>, Failure> {
+        let state = self.lock();
+        let late = (0..).zip(&state.submitted).filter_map(|(index, submitted)| submitted.as_ref().map(|_| index));
+        state.failed.clone().map_or_else(|| Ok(late.collect()), Err)
     }
 
     /// Whether no rank had the gradient when it was last agreed on: its memory was not touched.
@@ -341,7 +363,8 @@ impl Reducer {
             return;
         }
         let bucket_bytes = state.bucket_bytes;
-        let Some(bits) = state.readiness.poll_round(bucket_bytes) else { return };
+        let least_bytes = if self.0.tapers { state.pace.least_bytes() } else { bucket_bytes };
+        let Some(bits) = state.readiness.poll_round(bucket_bytes, least_bytes) else { return };
         state.running += 1;
         state.stats.rounds += 1;
         drop(state);
@@ -350,7 +373,11 @@ impl Reducer {
         let call = self.call(ReduceOp::BitAnd, DType::U8, bits.len() as u64, bits.as_mut_ptr(), self.0.priority);
         let (reducer, began) = (self.clone(), Instant::now());
         self.start(&self.0.rounds, call, move |result| {
-            reducer.lock().stats.round_ns += began.elapsed().as_nanos() as u64;
+            let took = began.elapsed();
+            let mut state = reducer.lock();
+            state.stats.round_ns += took.as_nanos() as u64;
+            state.pace.add_round(took);
+            drop(state);
             match result {
                 Ok(()) => reducer.rounded(&bits),
                 Err(failure) => reducer.fail(failure),
@@ -448,7 +475,7 @@ impl Reducer {
             None => (carrier.pieces[0], carrier.bucket.bytes()),
         };
         let call = self.call(op, dtype, bytes, address, self.priority_of(&carrier.bucket));
-        let (reducer, began_at) = (self.clone(), address as usize);
+        let (reducer, began_at, began) = (self.clone(), address as usize, Instant::now());
         self.start(&self.0.buckets, call, move |result| {
             let ends_at = carrier.buffer.as_ref().map_or(carrier.pieces[0].cast_const(), |buffer| buffer.as_ptr());
             debug_assert_eq!(ends_at as usize, began_at, "a bucket's memory stays where it is while it is in flight");
@@ -457,7 +484,9 @@ impl Reducer {
                 Ok(()) => unsafe { reducer.store(&carrier) },
                 Err(failure) => reducer.fail(failure),
             }
+            let took = began.elapsed();
             let mut state = reducer.lock();
+            state.pace.add_bucket(carrier.bucket.bytes(), took);
             for piece in &carrier.bucket.pieces {
                 if let Some(pending) = &mut state.submitted[piece.index as usize] {
                     pending.left -= 1;
@@ -648,30 +677,7 @@ impl State {
     }
 }
 
-/// How much less urgent a bucket is than what is no bucket, if its last gradient is this one of so many: from 1 to `LEVELS`.
-fn level(last: usize, gradients: usize) -> i32 {
-    1 + (LEVELS * (gradients - 1 - last) / gradients) as i32
-}
-
-/// How many priorities the buckets of a reducer have that sends its last gradients first.
-const LEVELS: usize = 16;
-
 fn names_of(ranks: &[u32]) -> String {
     let listed: Vec<String> = ranks.iter().map(u32::to_string).collect();
     format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, listed.join(", "))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// The last gradient is the most urgent one, and the first the least; no number of gradients leaves the levels.
-    #[test]
-    fn later_gradients_are_more_urgent() {
-        for count in [1, 2, 15, 16, 17, 1000] {
-            let levels: Vec<i32> = (0..count).map(|last| level(last, count)).collect();
-            assert!(levels.is_sorted_by(|one, next| one >= next) && levels[count - 1] == 1, "{levels:?}");
-            assert_eq!(levels[0] as usize, if count < LEVELS { 1 + LEVELS * (count - 1) / count } else { LEVELS });
-        }
-    }
 }

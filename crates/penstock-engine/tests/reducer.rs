@@ -184,6 +184,29 @@ fn not_a_number() {
     }
 }
 
+/// Once a reducer knows what rounds and buckets take, a pass whose gradients fit into one bucket does not wait for its end with
+/// all of them: they go in several rounds and buckets, smaller ones first and last. The sums are right, as in even buckets.
+#[test]
+fn smaller_first_and_last() {
+    let lengths = [1 << 18; 64];
+    for tapers in [false, true] {
+        let ranks = Ranks::new(2, false, &lengths, |spec| (spec.bucket_bytes, spec.tapers) = (1 << 30, tapers));
+        // Nothing is known in the first step. 64 MiB take longer than four rounds do, once one has not met other work.
+        for step in 0..if tapers { 30 } else { 3 } {
+            let mut gradients: Vec<[Vec<f32>; 64]> =
+                (0..2).map(|rank| lengths.map(|length| vec![(rank + step) as f32; length])).collect();
+            let before = ranks.reducers[0].stats().rounds;
+            reduce(&ranks, &mut gradients).iter().for_each(|ticket| wait(ticket).expect("reduced"));
+            assert!(gradients.iter().flatten().flatten().all(|sum| *sum == (2 * step + 1) as f32));
+            let rounds = ranks.reducers[0].stats().rounds - before;
+            if tapers && step > 0 && rounds > 1 {
+                break;
+            }
+            assert!(rounds == 1 && step < 29, "step {step}: {rounds} rounds");
+        }
+    }
+}
+
 /// From step to step gradients travel another way, on all ranks at once: in other buckets, by another algorithm, over other
 /// streams, in another dtype. Every step's result is the sum, and what was asked for is what happened.
 #[test]
@@ -467,7 +490,8 @@ fn other_memory() {
 }
 
 /// A rank is told when all ranks have agreed on all gradients, and of each when it has arrived; a gradient that was not submitted,
-/// or has arrived, is not waited for. Larger indices first or not: the same sums. After a failure nobody waits.
+/// or has arrived, is not waited for. Larger indices first or not: the same sums. After a failure nobody waits, and nothing
+/// counts as arrived.
 #[test]
 fn told_of_each_gradient() {
     for last_first in [false, true] {
@@ -481,6 +505,8 @@ fn told_of_each_gradient() {
         let tickets = reduce(&ranks, &mut gradients);
         for reducer in &ranks.reducers {
             wait(&reducer.agreed()).expect("agreed");
+            let late = reducer.late().expect("all is well");
+            assert!(late.is_sorted() && late.iter().all(|index| [0, 1, 3].contains(index)), "{late:?}");
         }
         for (reducer, gradients) in ranks.reducers.iter().zip(&gradients) {
             for at in [3, 1, 0, 2] {
@@ -488,6 +514,7 @@ fn told_of_each_gradient() {
                     wait(&arrival).expect("arrived");
                 }
                 assert!(reducer.arrival(at as u32).is_none());
+                assert!(!reducer.late().expect("all is well").contains(&(at as u32)));
                 let sum = |index| value(0, 1, index, 0) + value(1, 1, index, 0);
                 assert!(gradients[at].iter().enumerate().all(|(index, got)| *got == sum(index)));
             }
@@ -503,6 +530,11 @@ fn told_of_each_gradient() {
         ranks.groups[0][0].abort("over");
         for ticket in [&agreed, &waiting[0], &waiting[1]] {
             wait(ticket).expect_err("the group has failed");
+        }
+        ranks.reducers[0].late().expect_err("nobody knows");
+        for index in 0..4 {
+            let arrival = ranks.reducers[0].arrival(index).expect("not for all that is known");
+            wait(&arrival).expect_err("the group has failed");
         }
     }
 }
@@ -617,6 +649,7 @@ impl Ranks {
             wire: None,
             error_feedback: false,
             last_first: false,
+            tapers: false,
             check_finite: false,
             priority: Priority(0),
             timeout: 20_000_000_000,

@@ -20,11 +20,12 @@ impl Reducer {
     /// `rounds` and `buckets` are channels of the same `world` ranks that nothing else uses; `gradients` are (name, elements,
     /// dtype, number of their layout), by index, the same on all ranks. `op`: "sum" or "avg". `wire`: None, "float16" or
     /// "bfloat16"; `error_feedback` needs one of the last two. `priority`: of rounds and buckets, as for [`Group`]s' operations;
-    /// with `last_first` buckets are less urgent, those of gradients with lower indices most so.
+    /// with `last_first` buckets are less urgent, those of gradients with lower indices most so. `tapers`: the first and last
+    /// buckets of a pass are smaller.
     #[new]
     #[pyo3(signature = (
         *, rounds, buckets, rank, world, gradients, op, bucket_bytes, wire, error_feedback=false, check_finite, priority=0,
-        last_first=false, timeout_s
+        last_first=false, tapers=true, timeout_s
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -41,6 +42,7 @@ impl Reducer {
         check_finite: bool,
         priority: i32,
         last_first: bool,
+        tapers: bool,
         timeout_s: f64,
     ) -> PyResult<Reducer> {
         let gradients = gradients
@@ -60,6 +62,7 @@ impl Reducer {
             check_finite,
             priority: Priority(priority),
             last_first,
+            tapers,
             timeout: (timeout_s * 1e9) as u64,
         };
         penstock_engine::Reducer::new(spec).map(Reducer).map_err(|failure| error(py, &failure))
@@ -93,9 +96,14 @@ impl Reducer {
         Ticket(py.detach(|| self.0.agreed()))
     }
 
-    /// Completes when a submitted gradient is reduced; None if it is.
+    /// Completes when a submitted gradient is reduced; None if it is. It fails if the reducer has failed.
     fn arrival(&self, index: u32) -> Option<Ticket> {
         self.0.arrival(index).map(Ticket)
+    }
+
+    /// The indices of submitted gradients that are not reduced yet. Raises the failure of the reducer.
+    fn late(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        self.0.late().map_err(|failure| error(py, &failure))
     }
 
     /// The backward pass has raised. The ticket completes when the next pass can begin.

@@ -38,7 +38,8 @@ def ddp_hook(
 ) -> GradientReducer:
     """Reduce the gradients of a DDP model as soon as all ranks have them, instead of one DDP bucket after the other.
 
-    Everything else is DDP's as before: ``no_sync``, unused parameters, buffers. Two things DDP cannot do with it:
+    Everything else is DDP's as before: ``no_sync``, unused parameters, buffers. DDP waits for all averages at the end of
+    ``backward``: for steps that overlap use a `GradientReducer` in DDP's place. Two things DDP cannot do with it:
     ``static_graph`` and ``join``, for both of which it hands over its buckets while no backward pass runs. The model must have
     been made with a group of the penstock backend.
 

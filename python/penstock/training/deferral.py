@@ -18,7 +18,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
-import itertools
 import logging
 import os
 import sys
@@ -137,24 +136,22 @@ class Deferral:
             penstock.errors.PenstockError: the group has failed.
         """
         handed, versions = one.handed, one.states.versions
-        late = [index for index in handed if self._reducer.arrival(index) is not None]
+        late = self._reducer.late()
         is_seen = late and not _says_why_not(self._rank, _compiled())
         stepped = set(map(id, optimizer_steps.parameters(self.optimizer))) if is_seen else set()
-        deferred = {
+        deferred = [
             index
             for index in late
             if versions.get(index, SHARED) != SHARED and self._is_deferred(index, handed[index], stepped)
-        }
-        for index in late:
-            arrival = None if index in deferred else self._reducer.arrival(index)
-            if arrival is not None:
-                arrival.wait()
+        ]
+        for index in set(late).difference(deferred):
+            self._await(index)
+        this = weakref.ref(self)
         with self._lock:
             self._stepping, self._owed = None, None
             self._flushed[:] = filter(None, [one.flushed])
             for index in sorted(deferred, reverse=True):
-                if self._reducer.arrival(index) is not None:
-                    self._pending[index] = _Pending((weakref.ref(self), index), self._parameters[index], handed[index])
+                self._pending[index] = _Pending((this, index), self._parameters[index], handed[index])
 
     def is_pending(self) -> bool:
         """Whether gradients are on their way, or steps wait for them."""
@@ -210,33 +207,30 @@ class Deferral:
         Raises:
             penstock.errors.PenstockError: the group has failed.
         """
-        # Not under the lock: other threads may use what has arrived.
-        arrival = self._reducer.arrival(index) if index in self._pending else None
-        if arrival is not None:
-            try:
-                arrival.wait()
-            except PenstockError:
-                self._drop()
-                raise
-        with self._lock:
+        if index in self._pending and self._reducer.arrival(index) is not None:
+            with self._lock:
+                self._take_arrived()  # other steps, in the time that this one waits
+            self._await(index)
+        with self._lock:  # another thread may be making this step
             if index in self._pending:
-                self._take([index])
-            self._take_arrived()
+                self._take_arrived()
 
     def gradient(self, index: int) -> torch.Tensor | None:
         """What ``grad`` of a parameter gives: a tensor that is waited for when it is used."""
         with self._lock:
-            self._end_raised_step()
+            if self._stepping is not None:
+                self._end_raised_step()
             one = self._pending.get(index)
-            if one is not None and self._stepping == threading.get_ident():
-                return None
-            if one is not None and one.is_dropped:
-                return one.fresh()
-            if one is not None and one.fresh() is None:
-                return one.gradient
+            if one is not None:
+                if self._stepping is not None and self._stepping == threading.get_ident():
+                    return None
+                fresh = one.fresh()
+                if one.is_dropped:
+                    return fresh
+                if fresh is None:
+                    return one.gradient
         self.arrive(index)
-        with torch._C.DisableTorchFunctionSubclass():
-            return self._parameters[index].grad
+        return _gradient_of(self._parameters[index])
 
     def drop_gradient(self, index: int) -> None:
         """``zero_grad()``: from now on the gradient is there for the step that waits for it, only."""
@@ -249,12 +243,21 @@ class Deferral:
                 return
         # There is no step that waits for it.
         self.arrive(index)
-        with torch._C.DisableTorchFunctionSubclass():
-            self._parameters[index].grad = None
+        _set_gradient(self._parameters[index], None)
+
+    def _await(self, index: int) -> None:
+        # Not under the lock: other threads may use what has arrived.
+        arrival = self._reducer.arrival(index)
+        if arrival is not None:
+            try:
+                arrival.wait()
+            except PenstockError:
+                self._drop()
+                raise
 
     def _drop(self) -> None:
         """The gradients do not arrive."""
-        with self._lock:
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
             for one in self._pending.values():
                 one.begin_step()
                 one.end()
@@ -263,7 +266,7 @@ class Deferral:
             self._owed, self._stepping = None, None
 
     def _is_deferred(self, index: int, gradient: torch.Tensor, stepped: set[int]) -> bool:
-        """Not what shares memory with other tensors, which would not wait."""
+        """Not what shares memory with other tensors, which would not wait. (A gradient that has a version here shares none.)"""
         parameter = self._parameters[index]
         return (
             id(parameter) in stepped
@@ -271,7 +274,9 @@ class Deferral:
             and type(gradient) is torch.Tensor
             and parameter.grad is gradient
             and not gradient.requires_grad
-            and all(one._base is None and one.untyped_storage().nbytes() == one.nbytes for one in (parameter, gradient))
+            and parameter._base is None
+            and gradient._base is None
+            and parameter.untyped_storage().nbytes() == parameter.nbytes
         )
 
     def _has_hooks(self) -> bool:
@@ -282,14 +287,28 @@ class Deferral:
         return sum(not getattr(hook, "only_counts", False) for table in tables for hook in table.values()) > 2
 
     def _take_arrived(self) -> None:
-        """Steps that are made together cost less."""
-        self._take(list(itertools.takewhile(lambda index: self._reducer.arrival(index) is None, self._pending)))
+        """Steps that are made together cost less.
+
+        Raises:
+            penstock.errors.PenstockError: the reducer has failed. What is pending may be no average, and is dropped.
+        """
+        if not self._pending:
+            return
+        try:
+            late = set(self._reducer.late())
+        except PenstockError:
+            self._drop()
+            raise
+        arrived = [index for index in self._pending if index not in late]
+        if arrived:
+            self._take(arrived)
 
     def _take(self, arrived: Sequence[int]) -> None:
         self._end_raised_step()
         taken = [(index, self._pending.pop(index)) for index in arrived]
-        for _, one in taken:
-            one.begin_step()
+        with torch._C.DisableTorchFunctionSubclass():
+            for _, one in taken:
+                one.begin_step()
         try:
             if self._owed is not None:
                 hyperparameters, places = self._owed
@@ -299,8 +318,9 @@ class Deferral:
                         groups.setdefault(places[index], []).append(one.parameter)
                 self._step([{**hyperparameters[at], "params": each} for at, each in groups.items()])
         finally:
-            for _, one in taken:
-                one.end()
+            with torch._C.DisableTorchFunctionSubclass():
+                for _, one in taken:
+                    one.end()
 
     def _step(self, groups: list[dict[str, Any]]) -> None:
         """A part of the optimizer's step, whose hooks have been called. To other threads the parameters are pending until its
@@ -351,27 +371,25 @@ class _Pending:
 
     def fresh(self) -> torch.Tensor | None:
         """What a pass has made meanwhile."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.parameter.grad
+        return _gradient_of(self.parameter)
 
     def set(self, gradient: torch.Tensor | None) -> None:
         """In place of what a pass has made."""
-        with torch._C.DisableTorchFunctionSubclass():
-            self.parameter.grad = gradient
+        _set_gradient(self.parameter, gradient)
 
     def begin_step(self) -> None:
-        """The gradient is there, or never will be: the parameter has it, until `end`."""
-        self._made = self.fresh()
-        self.set(self.gradient)
+        """The gradient is there, or never will be: the parameter has it, until `end`. Both are called while torch's functions see
+        ordinary tensors."""
+        self._made = _GET_GRAD(self.parameter)
+        _SET_GRAD(self.parameter, self.gradient)
 
     def end(self) -> None:
         """Both are ordinary tensors again."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if self.is_dropped:
-                self.parameter.grad = self._made
-            elif self._made is not None:
-                # As autograd would have added it.
-                self.gradient.add_(self._made)
+        if self.is_dropped:
+            _SET_GRAD(self.parameter, self._made)
+        elif self._made is not None:
+            # As autograd would have added it.
+            self.gradient.add_(self._made)
         # The classes come last: they tell other threads that all is done.
         del _places[id(self.parameter)], _places[id(self.gradient)]
         self.gradient.__class__ = torch.Tensor
@@ -403,6 +421,24 @@ class PendingGradient(torch.Tensor):
 class PendingParameter(torch.nn.Parameter):
     """A parameter that is stepped when it is used."""
 
+    # Of all uses these two come most often: a property spares them torch's way to the method below.
+    @property
+    def grad(self) -> torch.Tensor | None:
+        found = _place(self) if torch._C._is_torch_function_enabled() else None
+        return _GET_GRAD(self) if found is None else found[0].gradient(found[1])
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        found = _place(self) if gradient is None and torch._C._is_torch_function_enabled() else None
+        if found is None:
+            _SET_GRAD(self, gradient)
+        else:
+            found[0].drop_gradient(found[1])
+
+    @grad.deleter
+    def grad(self) -> None:
+        _DELETE_GRAD(self)
+
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -423,22 +459,36 @@ def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if function in _WITHOUT_VALUES:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
-    _arrive((args, kwargs))
+    _arrive(args)
+    if kwargs:
+        _arrive(kwargs)
     return function(*args, **kwargs)
 
 
 def _arrive(used: Any) -> None:
     """Wait for all that is pending in these."""
     for one in used.values() if isinstance(used, dict) else used:
-        if isinstance(one, PendingParameter | PendingGradient):
+        if type(one) in _CLASSES:
             found = _place(one)
             if found is not None:
                 found[0].arrive(found[1])
-            if isinstance(one, PendingParameter | PendingGradient):
+            if type(one) in _CLASSES:
                 # Its reducer is gone, or an interrupt has kept it from its end.
-                one.__class__ = torch.nn.Parameter if isinstance(one, torch.nn.Parameter) else torch.Tensor
+                one.__class__ = torch.nn.Parameter if type(one) is PendingParameter else torch.Tensor
         elif isinstance(one, tuple | list | dict):
             _arrive(one)
+
+
+def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """What it has, pending or not."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: torch.Tensor | None = _GET_GRAD(parameter)
+        return gradient
+
+
+def _set_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        _SET_GRAD(parameter, gradient)
 
 
 def _place(one: Any) -> tuple[Deferral, int] | None:
@@ -498,6 +548,8 @@ def _compiled() -> list[str]:
     return [reason for reason, holds in used.items() if holds]
 
 
+# What is pending has one of these types. (isinstance() takes longer: torch's class of a parameter answers in Python.)
+_CLASSES = {PendingParameter, PendingGradient}
 _Place = tuple[Callable[[], Deferral | None], int]
 # Of the parameters and gradients that are pending, by their ids.
 _places: dict[int, _Place] = {}

@@ -58,7 +58,8 @@ class GradientReducer(StepChecks):
             have one later), and a duplicate (a tied weight) counts once. All ranks need the same, in the same order and memory
             format.
         group: a process group of the penstock backend; the default group if None.
-        bucket_bytes: the size of a bucket: what one all-reduce carries. Smaller gradients share a bucket, larger ones are split.
+        bucket_bytes: the most that one all-reduce (a bucket) carries. Smaller gradients share a bucket, larger ones are split.
+            The first and last buckets of a pass are smaller, where that pays on this network.
         wire: ``torch.float16`` or ``torch.bfloat16`` send float32 gradients in half the bytes: every rank rounds its own
             once, divided by the number of ranks; sums are computed in float32 and rounded once a hop.
         error_feedback: with ``wire``: keep what that rounding takes off a gradient here, and add it to the next one, so that
@@ -98,6 +99,7 @@ class GradientReducer(StepChecks):
 
     _averages_sparse = True
     _submits_nested = False
+    _tapers = True  # `penstock bench training` compares with even buckets
 
     def __init__(
         self,
@@ -189,6 +191,7 @@ class GradientReducer(StepChecks):
             check_finite="nan" in asked,
             priority=priority,
             last_first=optimizer is not None,
+            tapers=self._tapers,
             timeout_s=self._backend.timeout_s,
         )
         self._setting = Setting(
@@ -210,10 +213,9 @@ class GradientReducer(StepChecks):
                 timeout_s=self._backend.timeout_s,
             )
             ends.callback(self._tuning.close)
-        needs = {"PENSTOCK_CHECK is set": asked, "a tuner is on": self._tuning, "gradients are sparse": trained.sparse}
-        self._deferral = deferral.made(
-            self._backend, self._buckets.rank, self._reducer, trained.dense, optimizer, ends, needs
-        )
+        needs = {"PENSTOCK_CHECK is set": asked, "gradients are sparse": trained.sparse}
+        rank = self._buckets.rank
+        self._deferral = deferral.made(self._backend, rank, self._reducer, trained.dense, optimizer, ends, needs)
         self._enabled = True
         self._pass: BackwardPass | None = None
         # Completes when the operations of a pass that raised have ended.

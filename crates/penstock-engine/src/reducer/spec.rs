@@ -32,7 +32,7 @@ pub struct ReducerSpec {
     pub gradients: Vec<Gradient>,
     /// [`ReduceOp::Sum`] or [`ReduceOp::Avg`].
     pub op: ReduceOp,
-    /// The size of a bucket: what one all-reduce carries.
+    /// The size of a bucket: the most that one all-reduce carries.
     pub bucket_bytes: u64,
     /// Send float32 gradients as [`DType::F16`] or [`DType::BF16`]. Each rank rounds its own gradient once; each sum is
     /// computed in float32 and rounded once. An average is divided before it is rounded, so that a sum does not overflow.
@@ -48,6 +48,9 @@ pub struct ReducerSpec {
     /// Of the gradients that ranks have agreed on, send those of higher indices first: the next forward pass needs its first layer
     /// first, whose gradient comes last (ByteScheduler, Peng et al. 2019). All buckets are less urgent than `priority` then.
     pub last_first: bool,
+    /// Carry less than a bucket in the first rounds of a pass and in its last ones, as far as that pays
+    /// ([`penstock_core::readiness`]).
+    pub tapers: bool,
     /// Time-out of an all-reduce, in nanoseconds.
     pub timeout: u64,
 }

@@ -83,6 +83,7 @@ class ToldReducer(GradientReducer):
                 bucket_bytes=bucket_bytes,
                 wire=None,
                 check_finite=False,
+                tapers=False,
                 timeout_s=self._backend.timeout_s,
             )
 

@@ -64,6 +64,7 @@ WAYS = ("ddp", "hook", "reducer", "deferred", "gloo")
 
 KNOWN = (
     *WAYS,
+    *(f"{way}-even" for way in ("hook", "reducer", "deferred")),
     *(
         f"{way}-{wire}{feedback}"
         for way in ("hook", "reducer", "deferred")
@@ -71,7 +72,8 @@ KNOWN = (
         for feedback in ("", "-feedback")
     ),
 )
-"""All that --ways takes: with a dtype half the bytes are sent, with feedback what rounding takes off is kept."""
+"""All that --ways takes: with a dtype half the bytes are sent, with feedback what rounding takes off is kept; with "even" the
+first and last buckets of a pass are as large as the others, which shows what smaller ones gain."""
 
 
 @click.command()
@@ -156,6 +158,8 @@ class Way:
     name: str
     step_s: float
     samples: list[float]
+    processor_s: float
+    """Processor time of a step, of all threads of a rank: the mean over the ranks of each one's least turn."""
     stats: dict[str, Any]
 
 
@@ -171,6 +175,8 @@ class Outcome:
     bound_s: float | None
     """None without a link, whose rate would bound it."""
     compute_s: float
+    compute_processor_s: float
+    """As `Way.processor_s`, of steps that reduce nothing."""
     link_s: float | None
     """What raw sockets took in the same run to move the bytes that an all-reduce puts on a link, when nothing else ran."""
     sockets_s: float | None
@@ -213,10 +219,18 @@ class Outcome:
                 "of raw sockets", meaning="a step that reduces nothing while raw sockets move its bytes, over the step"
             ),
             Column(f"over {self.base.name}", meaning="above 1 is faster"),
+            Column(
+                "processor",
+                meaning="time of a step on a rank's threads, in the rank's best turn: other work hardly adds to it",
+            ),
             Column("rounds", meaning="of agreement on ready gradients, in a step"),
             Column("buckets", meaning="all-reduces of gradients, in a step"),
         ]
-        lines = [Line([name, milliseconds(seconds), *[""] * 5], kind="aside") for name, seconds in self.limits.items()]
+        processor = {"computing alone": milliseconds(self.compute_processor_s)}
+        lines = [
+            Line([name, milliseconds(seconds), "", "", "", processor.get(name, ""), "", ""], kind="aside")
+            for name, seconds in self.limits.items()
+        ]
         for way in self.ways:
             steps = way.stats.get("steps", 0)
             cells = [
@@ -225,6 +239,7 @@ class Outcome:
                 share(self.bound_s / way.step_s) if self.bound_s else "",
                 share(self.sockets_s / way.step_s) if self.sockets_s else "",
                 times(self.base.step_s / way.step_s),
+                milliseconds(way.processor_s),
                 *(f"{way.stats[key] / steps:.1f}" if steps else "" for key in ("rounds", "buckets")),
             ]
             lines.append(Line(cells))
@@ -337,7 +352,8 @@ class Lesson:
 def _use(way: str, model: str) -> Next:
     """How the fastest way gets into a script."""
     front, *more = way.split("-")
-    options = "".join(", error_feedback=True" if each == "feedback" else f", wire=torch.{each}" for each in more)
+    named = {"feedback": ", error_feedback=True", "even": ""}
+    options = "".join(named.get(each, f", wire=torch.{each}") for each in more)
     if front == "hook":
         return Next("Put the hook into your own script.", f"penstock.torch.ddp_hook(model{options})")
     if front in ("reducer", "deferred"):
@@ -412,16 +428,20 @@ def summarise(
     ways = {}
     for name, turns in said.items():
         by_rank: dict[int, list[float]] = {}
+        processor: dict[int, list[float]] = {}
         for record in turns:
             by_rank.setdefault(record["rank"], []).extend(record["seconds"])
+            processor.setdefault(record["rank"], []).append(record["processor_s"])
         slowest = max(by_rank.values(), key=statistics.median)
-        ways[name] = Way(name, statistics.median(slowest), slowest, turns[-1]["stats"])
-    compute_s = ways.pop("compute").step_s
+        least = statistics.fmean(map(min, processor.values()))
+        ways[name] = Way(name, statistics.median(slowest), slowest, least, turns[-1]["stats"])
+    compute = ways.pop("compute")
     link_s, sockets_s = (ways.pop(name).step_s if name in ways else None for name in ("link", "sockets"))
     bound_s = None
     if payload_bytes_per_s and hosts > 1:
         made_s = max(each[-1][0] for each in ready)
-        bound_s = max(bound(each, hosts, payload_bytes_per_s) for each in ready) + max(0.0, compute_s - made_s)
+        after_s = max(0.0, compute.step_s - made_s)
+        bound_s = max(bound(each, hosts, payload_bytes_per_s) for each in ready) + after_s
     sizes = [size for _, size in ready[0]]
     return Outcome(
         model=options["model"],
@@ -430,7 +450,8 @@ def summarise(
         gradients=len(sizes),
         gradient_bytes=sum(sizes),
         bound_s=bound_s,
-        compute_s=compute_s,
+        compute_s=compute.step_s,
+        compute_processor_s=compute.processor_s,
         link_s=link_s,
         sockets_s=sockets_s,
         ways=list(ways.values()),

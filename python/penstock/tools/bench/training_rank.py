@@ -59,7 +59,7 @@ def main() -> None:
     for turn in range(options["turns"] + 1):
         for name, way in {**limits, **ways}.items():
             dist.barrier()
-            times = [time.perf_counter()]
+            times, processor = [time.perf_counter()], time.process_time()
             for _ in range(options["steps"]):
                 way.step()
                 # Here, not before the step: what a step leaves to the next one counts.
@@ -67,9 +67,10 @@ def main() -> None:
                 times.append(time.perf_counter())
             for end in way.ends:
                 end()
+            processor_s = (time.process_time() - processor) / options["steps"]
             seconds = [end - start for start, end in itertools.pairwise(times)]
             # The first turn makes connections, buckets and buffers.
-            _say(way=name, turn=turn - 1, seconds=seconds, stats=way.stats())
+            _say(way=name, turn=turn - 1, seconds=seconds, processor_s=processor_s, stats=way.stats())
     if raw:
         raw.close()
     dist.destroy_process_group()
@@ -113,6 +114,7 @@ def _way(
     kind, *more = name.split("-")
     wire = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get("".join(more[:1]))
     settings = {"bucket_bytes": options["bucket_bytes"], "wire": wire, "error_feedback": "feedback" in more}
+    GradientReducer._tapers = "even" not in more
     if kind in ("ddp", "gloo", "hook"):
         group = dist.new_group(backend="gloo") if kind == "gloo" else None
         model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
