@@ -170,6 +170,7 @@ def table(pairs: list[dict[str, Any]]) -> Iterable[str]:
 def be_side() -> None:
     """Fork ranks when asked to, and pass what is asked on standard input on to them."""
     import torch
+    import torch._dynamo  # the first optimizer of each rank would import it, for two seconds
 
     import penstock
     import penstock.torch
@@ -177,6 +178,9 @@ def be_side() -> None:
     # The ranks shall not read modules again, which may have changed meanwhile.
     assert penstock.torch.GradientReducer
     torch.set_num_threads(1)
+    # Else each collection in a rank would write to, and so copy, all that the imports have made.
+    gc.collect()
+    gc.freeze()
     print(json.dumps(penstock.__file__), flush=True)
     fork = multiprocessing.get_context("fork")
     ranks: list[Any] = []

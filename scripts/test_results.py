@@ -52,6 +52,21 @@ class Tally:
         self.skipped += skipped
         self.failures += failures
 
+    def add_all(self, other):
+        """What another tally has."""
+        self.add(other.passed, other.failures, other.skipped)
+        self.only_again.update(other.only_again)
+
+    def to_json(self):
+        """For `from_json`."""
+        return json.dumps(vars(self))
+
+    @classmethod
+    def from_json(cls, text):
+        tally = cls()
+        vars(tally).update(json.loads(text))
+        return tally
+
     def add_again(self, first, again):
         """Count the tests that failed in the run `first` by how they ended in the run `again`.
 

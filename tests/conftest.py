@@ -27,8 +27,11 @@ def root() -> pathlib.Path:
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What tools start with this interpreter in this process, on a testbed's hosts as well, are forks (`forked`)."""
-    import forked  # not above: it imports Penstock, which reads the environment that `pytest_configure` cleans first
+    # Not above: they import Penstock, which reads the environment that `pytest_configure` cleans first.
+    import forked
+    import ranks
 
+    ranks.fork_server()  # as in `_fork_server`, also for a file that does not import `ranks`
     monkeypatch.setattr(subprocess, "Popen", forked.Popen)
 
 
@@ -117,7 +120,7 @@ def _skipped_without_hosts() -> Iterator[None]:
         pytest.skip(f"no emulated hosts here: {reason}")
 
 
-# Whole jobs, commands and testbeds: `./dev test quick` leaves these files out. Each took 30 s or more on two cores.
+# Whole jobs, commands and testbeds: `./dev test quick` leaves these files out. Each took 25 s or more on two cores.
 _SLOW = {
     "test_aggregated",
     "test_aggregated_faults",
@@ -140,14 +143,18 @@ _SLOW = {
     "test_links",
     "test_live",
     "test_p4_live",
+    "test_planning_changes",
     "test_planning_networks",
     "test_planning_watch",
     "test_point_to_point",
     "test_random_programs",
+    "test_reports",
     "test_testbed",
     "test_testbed_racks",
     "test_testbed_routes",
     "test_torch_suite",
+    "test_torch_uses",
+    "test_tune",
     "test_tuning",
     "test_wheel",
 }

@@ -209,7 +209,8 @@ def _become(child: _Child) -> NoReturn:
             os.chdir(child.cwd)
         os.environ.clear()
         os.environ.update(child.env)
-        fork_server.show([sys.executable, *child.arguments], child.env)
+        sys.orig_argv = [sys.executable, *child.arguments]
+        fork_server.show(sys.orig_argv, child.env)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
         sys.stdout.reconfigure(line_buffering=False, write_through="PYTHONUNBUFFERED" in child.env)
 

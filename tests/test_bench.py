@@ -824,9 +824,8 @@ def _bench_with_patched_all_reduce(
     )
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     options = ["--backends", "gloo", "--variant", "patched=gloo,PATCHED=1", *arguments]
-    # Fresh interpreters, which import what is written there.
     command = [*BENCH, "all-reduce", *options]
-    return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200)
+    return forked.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200)
 
 
 def _values(runs: tuple[Run, ...]) -> list[int]:

@@ -67,6 +67,7 @@ def test_the_bench_refuses_before_it_makes_a_host(arguments: list[str], says: st
     assert done.exit_code == 2 and says in re.sub(r"\s+", " ", done.output), done.output
 
 
+@pytest.mark.usefixtures("forks")
 def test_the_bench_runs(tmp_path: pathlib.Path) -> None:
     """Two workers, all ways and carriers; the report names what is worst."""
     out, page = tmp_path / "out.json", tmp_path / "out.html"

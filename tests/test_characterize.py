@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+import forked
 from characterized import CELL, as_in_the_paper, outcome
 from penstock.errors import Config
 from penstock.profiling.breakdown import Breakdown, Moving, Share
@@ -167,6 +168,7 @@ def test_a_search_is_made_once(tmp_path: Path) -> None:
     """For real, under a limit below what torch itself takes; a second command looks for nothing."""
     path = written(tmp_path, "{models: gpt2-tiny, batches: 4, transports: gloo, steps: 4, repeats: 1}")
     command = [sys.executable, "-m", "penstock", "characterize", str(path), "--memory", "64"]
+    # Not `forked`: a fork has more memory than that from the start.
     first, second = (subprocess.run(command, capture_output=True, text=True, check=False) for _ in range(2))
     assert first.returncode == 0 == second.returncode, first.stderr + second.stderr
     assert "does a batch of 2 fit?" in first.stderr and "not even one sequence a rank fits" in first.stderr
@@ -417,7 +419,7 @@ def test_a_matrix_runs_and_goes_on(tmp_path: Path) -> None:
         """,
     )
     command = [sys.executable, "-m", "penstock", "characterize", str(path), "--html", str(tmp_path / "page.html")]
-    first = subprocess.run(command, capture_output=True, text=True, check=False)
+    first = forked.run(command, capture_output=True, text=True)
     assert first.returncode == 0, first.stdout + first.stderr
     data, pipeline = sorted(results.read(tmp_path / "matrix.runs"), key=lambda one: one.cell.parallel)
     assert data.work["forward"] > 0 and data.work["backward"] > 0 and data.communication_ms > 0
@@ -426,7 +428,7 @@ def test_a_matrix_runs_and_goes_on(tmp_path: Path) -> None:
     assert "Communication takes" in (tmp_path / "page.html").read_text()
     kept = next((tmp_path / "matrix.runs").glob("*.json"))
     kept.unlink()
-    again = subprocess.run(command[:-2], capture_output=True, text=True, check=False)
+    again = forked.run(command[:-2], capture_output=True, text=True)
     assert again.returncode == 0 and "1 of 2 runs are in" in again.stderr and kept.is_file(), again.stderr
 
 
@@ -435,7 +437,7 @@ def test_a_matrix_that_is_stopped_leaves_nothing_behind(number: signal.Signals, 
     """In mid run: it says where what has ended is, and no process of the run goes on."""
     path = written(tmp_path, "{models: gpt2-tiny, batches: 4, transports: gloo, steps: 100000, repeats: 1}")
     mark = f"TEST_CHARACTERIZE={path}"
-    process = subprocess.Popen(
+    process = forked.Popen(
         [sys.executable, "-m", "penstock", "characterize", str(path)],
         stderr=subprocess.PIPE,
         text=True,

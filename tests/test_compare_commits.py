@@ -16,6 +16,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "compare_commits.py"
 
 
+@pytest.mark.slow
 def test_every_case(tmp_path: pathlib.Path) -> None:
     """A checkout against itself: all cases check their results over both media, and the table has a row for each."""
     found = tmp_path / "pairs.json"

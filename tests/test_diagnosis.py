@@ -28,7 +28,9 @@ import ranks
 from backends import ALL
 from penstock import cli
 from penstock.runtime import config
-from penstock.tools import doctor, info, testbed
+from penstock.tools import info, testbed
+from penstock.tools.doctor import checks, pairs
+from penstock.tools.doctor import cli as doctor
 
 
 def test_info_shows_values_and_where_they_come_from() -> None:
@@ -37,8 +39,8 @@ def test_info_shows_values_and_where_they_come_from() -> None:
     ended = _penstock(["info", "--json"], set_here)
     assert ended.returncode == 0 and "stone" not in ended.stdout + ended.stderr, ended.stderr
     settings = {setting["name"]: setting for setting in json.loads(ended.stdout)["settings"]}
-    assert list(settings) == [setting.name for setting in config.SETTINGS]
-    for setting in config.SETTINGS:
+    assert list(settings) == [setting.name for setting in config.VARIABLES]
+    for setting in config.VARIABLES:
         shown = settings[setting.name]
         assert shown["origin"] == ("environment" if setting.name in set_here else "default"), shown
         assert shown["value"] == {**set_here, "PENSTOCK_SECRET": "(set, not shown)"}.get(
@@ -48,10 +50,10 @@ def test_info_shows_values_and_where_they_come_from() -> None:
     table = _penstock(["info", "--all"], set_here)
     assert table.returncode == 0 and "stone" not in table.stdout, table.stderr
     rows = re.findall(r"│ (PENSTOCK_\w+)", table.stdout)
-    assert set(rows[:2]) == set(set_here) and set(rows) == {setting.name for setting in config.SETTINGS}, rows
+    assert set(rows[:2]) == set(set_here) and set(rows) == {setting.name for setting in config.VARIABLES}, rows
     table = _penstock(["info"], set_here)
     assert set(re.findall(r"│ (PENSTOCK_\w+)", table.stdout)) == set(set_here)
-    assert f"{len(config.SETTINGS) - 2} more settings" in table.stdout, table.stdout
+    assert f"{len(config.VARIABLES) - 2} more settings" in table.stdout, table.stdout
 
 
 @pytest.mark.parametrize(
@@ -133,25 +135,25 @@ def test_doctor_refuses_wrong_numbers(wrong: str) -> None:
 
 def test_doctor_warns_where_raw_sockets_carry_more() -> None:
     """From a fifth on; not on loopback, nor where the processors are the limit."""
-    told = doctor.rate_warning(3, "10.0.0.3", 79e6, 100e6, 16)
+    told = checks.rate_warning(3, "10.0.0.3", 79e6, 100e6, 16)
     assert (
         told is not None and "to rank 3 Penstock carries 79% of what 16 raw" in told and "0.632 against 0.800" in told
     )
-    assert doctor.rate_warning(3, "10.0.0.3", 81e6, 100e6, 16) is None
-    assert doctor.rate_warning(3, "127.0.0.1", 10e6, 100e6, 16) is None
-    assert doctor.rate_warning(3, "fe80::1%eth0", 10e6, 100e6, 16) is not None
-    assert doctor.rate_warning(3, "10.0.0.3", 0.5e9, 2e9, 16) is None
+    assert checks.rate_warning(3, "10.0.0.3", 81e6, 100e6, 16) is None
+    assert checks.rate_warning(3, "127.0.0.1", 10e6, 100e6, 16) is None
+    assert checks.rate_warning(3, "fe80::1%eth0", 10e6, 100e6, 16) is not None
+    assert checks.rate_warning(3, "10.0.0.3", 0.5e9, 2e9, 16) is None
 
 
 def test_doctor_names_yama() -> None:
     """Ranks that may not read each other's memory because of Yama are named, with the cure for that scope; others are not."""
     peers = [{"rank": 1, "medium": "memory"}, {"rank": 2, "medium": "local socket"}, {"rank": 3, "medium": "tcp"}]
-    told = doctor.memory_warning(peers, "1")
+    told = checks.memory_warning(peers, "1")
     assert told is not None and "rank(s) 2 on" in told and "PENSTOCK_PTRACER=any" in told
-    told = doctor.memory_warning(peers, "2")
+    told = checks.memory_warning(peers, "2")
     assert told is not None and "PENSTOCK_PTRACER" not in told and "CAP_SYS_PTRACE" in told
-    assert [doctor.memory_warning(peers, scope) for scope in ("", "0")] == [None, None]
-    assert doctor.memory_warning([peers[0], peers[2]], "1") is None
+    assert [checks.memory_warning(peers, scope) for scope in ("", "0")] == [None, None]
+    assert checks.memory_warning([peers[0], peers[2]], "1") is None
 
 
 def test_doctor_cuts_nothing() -> None:
@@ -241,8 +243,8 @@ def test_doctor_finds_slow_name_servers(monkeypatch: pytest.MonkeyPatch, lost: i
             answered.wait(120 if lost > 2 else 0.6)
         raise OSError("no name server answers")
 
-    monkeypatch.setattr(doctor, "socket", types.SimpleNamespace(getnameinfo=look_up, NI_NUMERICSERV=2))
-    warning = doctor.names_warning({"10.0.0.7", "[fe80::1]"})
+    monkeypatch.setattr(checks, "socket", types.SimpleNamespace(getnameinfo=look_up, NI_NUMERICSERV=2))
+    warning = checks.names_warning({"10.0.0.7", "[fe80::1]"})
     answered.set()
     assert set(asked[:2]) == {"::ffff:10.0.0.7"}
     assert (warning is not None) == warns, warning
@@ -273,11 +275,11 @@ def test_memory_is_bounded(medium: str) -> None:
 def _check_that_fails() -> tuple[str, str, bool]:
     """Rank 0 cannot exchange anything; what the doctor raised or said here, and whether there is still a process group."""
     if os.environ["RANK"] == "0":
-        doctor._exchange = lambda *_: 1 / 0
+        pairs.exchange = lambda *_: 1 / 0
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            ended = "healthy" if doctor._run(lambda: doctor._check(1000), 60.0) else "unhealthy"
+            ended = "healthy" if doctor.run(lambda: checks.check(1000), 60.0) else "unhealthy"
     except ZeroDivisionError as error:
         ended = type(error).__name__
     return ended, said.getvalue(), dist.is_initialized()
@@ -286,11 +288,11 @@ def _check_that_fails() -> tuple[str, str, bool]:
 def _with_a_slow_exchange() -> list[float]:
     """The rate that is shown, where the first exchange and one other take long."""
     times = iter([9.0, 1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0, 1.0])
-    doctor._exchange = lambda *_: next(times)
+    pairs.exchange = lambda *_: next(times)
     shown: list[float] = []
-    doctor._print = lambda everyone: shown.extend(one["rates"][1 - rank] for rank, one in enumerate(everyone))
+    checks._print = lambda everyone: shown.extend(one["rates"][1 - rank] for rank, one in enumerate(everyone))
     dist.init_process_group("penstock")
-    doctor._check(1000)
+    checks.check(1000)
     gathered: list[list[float]] = [[], []]
     dist.all_gather_object(gathered, shown)
     dist.destroy_process_group()

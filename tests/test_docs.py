@@ -231,7 +231,7 @@ RUN_BY = {
     "test_planning_watch.py::test_a_job_moves_from_a_link_that_others_fill": [
         "penstock plan watch deployment.yaml --name lab -o next.yaml",
     ],
-    "test_planning_commands.py::test_all_jobs": ["penstock plan cluster.yaml --all-jobs joint -o plans"],
+    "test_planning_commands.py::test_all_jobs": ["penstock plan cluster.yaml --all-jobs joint -o deployments"],
     "test_planning_commands.py::test_at_least": ["penstock plan cluster.yaml --at-least '600 Mbit/s'"],
     "test_planning_commands.py::test_explain": [
         "penstock plan explain deployment.yaml",
@@ -408,7 +408,7 @@ def test_the_page_has_every_setting(root: pathlib.Path) -> None:
     """docs/reference/settings.md has a row for each, with its default."""
     page = (root / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(PENSTOCK_\w+)` \| *(.*?) *\|", page, re.MULTILINE)
-    assert rows == [(setting.name, setting.default) for setting in config.SETTINGS]
+    assert rows == [(setting.name, setting.default) for setting in config.VARIABLES]
 
 
 # ----------------------------------------------------------------------------------------------------------- helpers

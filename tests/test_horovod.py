@@ -602,11 +602,13 @@ assert hvd.sync_batch_norm.SyncBatchNorm is SyncBatchNorm is hvd.SyncBatchNorm
 """
 
 
-def test_modules_are_where_horovod_has_them() -> None:
+def test_modules_are_where_horovod_has_them(tmp_path: pathlib.Path) -> None:
     """`penstock convert` renames deeper imports, and what it writes is there."""
     converted = convert(DEEP)
     assert not converted.findings
-    done = subprocess.run([sys.executable, "-c", converted.text], capture_output=True, text=True)
+    script = tmp_path / "deep.py"
+    script.write_text(converted.text)
+    done = forked.run([sys.executable, script], capture_output=True, text=True)
     assert done.returncode == 0, converted.text + done.stderr
 
 

@@ -11,16 +11,19 @@ import json
 import os
 import pathlib
 import re
+import select
 import shutil
 import subprocess
 import sys
 import types
+from typing import Any
 
 import click.testing
 import packaging.requirements
 import pytest
 
 import browser
+import environments
 import penstock
 from penstock import cli, extras
 from penstock.runtime import config
@@ -384,7 +387,13 @@ def _is_test(path: str) -> bool:
 
 def _types(paths: list[pathlib.Path]) -> dict[pathlib.Path, list[tuple[str, int, str]]]:
     """By file: the name, the number of fields and the documentation of each type."""
-    trees = {path: list(ast.walk(ast.parse(path.read_text()))) for path in paths if path.suffix == ".py"}
+    trees = {
+        path: [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.ClassDef, ast.ImportFrom))
+        ]
+        for path in paths
+        if path.suffix == ".py"
+    }
     found: dict[pathlib.Path, list[tuple[str, int, str]]] = {}
     for path in paths:
         if path.suffix == ".py":
@@ -426,7 +435,8 @@ def _fields(name: str, path: pathlib.Path, trees: dict[pathlib.Path, list[ast.AS
                 if (
                     isinstance(each, ast.Attribute)
                     and isinstance(each.ctx, ast.Store)
-                    and ast.unparse(each.value) == "self"
+                    and isinstance(each.value, ast.Name)
+                    and each.value.id == "self"
                 ):
                     found.add(each.attr)
                 elif each in node.body and isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
@@ -452,12 +462,11 @@ def test_every_variable_is_a_setting(root: pathlib.Path) -> None:
         for path in (root / "python").rglob("*.py")
         for name in re.findall(r"\bPENSTOCK_[A-Z][A-Z_]*[A-Z]\b", path.read_text())
     }
-    assert named - {setting.name for setting in config.SETTINGS} == {*config.MARKS, *config.OLD_NAMES}
+    assert named - {setting.name for setting in config.VARIABLES} == {*config.MARKS, *config.OLD_NAMES}
 
 
-# Which rooms of the Python package a room may use (ARCHITECTURE.md, "Rooms"). `errors`, `extras`,
-# `renamed` and `_core` are for all.
-FOR_ALL = {"_core", "errors", "extras", "files", "renamed"}
+# Which rooms of the Python package a room may use (ARCHITECTURE.md, "Rooms"). `FOR_ALL` are for all.
+FOR_ALL = {"_core", "addresses", "errors", "extras", "files", "numbers", "renamed"}
 PYTHON_MAY_USE = {
     "cluster": set(),
     "runtime": {"cluster", "live"},
@@ -895,7 +904,7 @@ def test_dev_installs_nothing_that_it_may_not(
         "apt-get update && ", ""
     )
     with pytest.raises(dev.Problem, match="As root"):
-        dev.check_tools()
+        environments.check_tools()
     for tool in ("cc", "tc", "nft", "ethtool"):
         (tmp_path / tool).touch(0o755)
     assert dev.system_tools.install(dev.say) is None
@@ -954,10 +963,9 @@ def test_dev_finds_the_torch_that_the_user_has(
     (tmp_path / "torch-2.9.1+cpu.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.9.1+cpu\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    dev = load_dev(root)
-    found = dev.find_torch()
+    found = environments.find_torch()
     assert found == {"version": "2.9.1+cpu", "numbers": (2, 9, 1), "where": str(tmp_path)}
-    assert found["numbers"] < dev.TORCH_MIN
+    assert found["numbers"] < environments.TORCH_MIN
 
 
 def test_dev_tally_speaks_for_every_stage(
@@ -988,7 +996,7 @@ def test_race():
 """
 
 
-@pytest.mark.parametrize("how", ["race", "failures", "crash"])
+@pytest.mark.parametrize("how", ["race", "failures"])
 def test_dev_says_what_passes_only_when_run_again(
     how: str,
     root: pathlib.Path,
@@ -999,13 +1007,13 @@ def test_dev_says_what_passes_only_when_run_again(
     """A test that fails beside others and passes by itself leaves the run green. The last line names it, and its first failure's
     text stands above and in the file. One that fails again, is skipped then, or ends its process is a failure."""
     program = FIRST_AND_SECOND_RUN
-    if how == "crash":
-        program = program.replace("assert is_second", "is_second or __import__('os').abort()")
     if how == "failures":
         race = program[program.index("def test_race") :]
         program = program.replace("assert is_second", "assert False")
         skipped = race.replace("    mark.touch()", "    is_second and pytest.skip('not now')\n    mark.touch()")
         program += skipped.replace("test_race", "test_skipped").replace('"ran"', '"ran as well"')
+        crash = race.replace("assert is_second", "is_second or __import__('os').abort()")
+        program += crash.replace("test_race", "test_crash").replace('"ran"', '"ran, too"')
     (tmp_path / "test_some.py").write_text(program)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = timed\n")
     (tmp_path / "venv").mkdir()
@@ -1013,6 +1021,7 @@ def test_dev_says_what_passes_only_when_run_again(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dev, "VENV", tmp_path / "venv")
     monkeypatch.setattr(dev, "venv_python", lambda: pathlib.Path(sys.executable))
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
     tally = dev.Tally()
     dev.run_python_suite(tally, None)
     code = tally.report(tmp_path / "target" / "result.json")
@@ -1026,13 +1035,79 @@ def test_dev_says_what_passes_only_when_run_again(
         (again,) = result["passed_only_when_run_again"]
         assert again["test"] == "python: test_some::test_race" and "the first failure's words" in again["first_failure"]
         assert (result["passed"], result["failed"]) == (3, [])
-    elif how == "crash":
-        assert (code, result["failed"]) == (1, ["python: test_some::test_race (its process crashed)"]), lines
     else:
-        assert (code, lines[-1], result["passed"]) == (1, "2 passed, 2 failed", 2)
+        assert (code, lines[-1], result["passed"]) == (1, "2 passed, 3 failed", 2), lines
         failed = [one.split(" ")[1] for one in result["failed"]]
-        assert sorted(failed) == ["test_some::test_race", "test_some::test_skipped"]
+        assert sorted(failed) == ["test_some::test_crash", "test_some::test_race", "test_some::test_skipped"]
+        assert "python: test_some::test_crash (its process crashed)" in result["failed"]
         assert result["passed_only_when_run_again"] == []
+
+
+def test_dev_knows_the_crates(root: pathlib.Path) -> None:
+    """Those that only compute are there and use no crate with sockets; modules that the quick tests leave out are there."""
+    dev = load_dev(root)
+    computing = {name.removeprefix("penstock-") for name in dev.COMPUTES}
+    assert computing - {"testing"} == {name.removeprefix("penstock-") for name in list(USES)[:7]}
+    for module in dev.SEARCHES:
+        name = module.removesuffix("::")
+        assert [*root.glob(f"crates/*/src/{name}.rs"), *root.glob(f"crates/*/src/{name}/mod.rs")], module
+
+
+def test_dev_runs_parts_beside_others(
+    root: pathlib.Path, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A part begins with the body and is waited for at its end: what it and its children print comes then, and what it counts is
+    added. One that raises is a failure. One that gives way runs at idle priority, as its children do."""
+    dev = load_dev(root)
+    tally, ready = dev.Tally(), tmp_path / "ready"
+    os.mkfifo(ready)
+
+    def part(own: Any) -> None:
+        ready.write_text("begun")
+        policy = "import os; print('policy', os.sched_getscheduler(0))"
+        dev.run([sys.executable, "-c", policy])
+        own.add(2, ["a failure"], skipped=1)
+        own.only_again["late"] = "words"
+
+    with dev.Beside(tally, part, gives_way=True):
+        assert ready.read_text() == "begun"
+        print("body", flush=True)
+    with dev.Beside(tally, lambda own: own.add(1, [])):
+        pass
+    assert capfd.readouterr().out.splitlines() == ["body", f"policy {os.SCHED_IDLE}"]
+    assert (tally.passed, tally.failures, tally.skipped, tally.only_again) == (3, ["a failure"], 1, {"late": "words"})
+    with dev.Beside(tally, lambda own: own.nothing):
+        pass
+    assert tally.failures[1:] == ["dev: a part that ran beside others did not come to its end"]
+    assert "has no attribute 'nothing'" in capfd.readouterr().out
+
+
+BESIDE = """
+import os, pathlib, signal, sys
+sys.path[:0] = [{tests!r}, {scripts!r}]
+from test_house import load_dev
+dev = load_dev(pathlib.Path({root!r}))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as ./dev does: this may run where it is ignored
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+wait = "import os, signal; open('ready', 'w').write(str(os.getpid())); signal.pause()"
+with dev.Beside(dev.Tally(), lambda own: dev.run([sys.executable, "-c", wait])):
+    print(open("ready").read(), flush=True)
+    {end}
+"""
+
+
+@pytest.mark.parametrize("end", ["raise KeyboardInterrupt", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_dev_leaves_no_part_behind(root: pathlib.Path, tmp_path: pathlib.Path, end: str) -> None:
+    """Where the body raises, as on a Ctrl-C, and where ./dev is killed, the part and what it has started are ended."""
+    os.mkfifo(tmp_path / "ready")
+    places = {"tests": str(root / "tests"), "scripts": str(root / "scripts"), "root": str(root)}
+    program = BESIDE.format(end=end, **places)
+    with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as dev:
+        assert dev.stdout is not None
+        child = os.pidfd_open(int(dev.stdout.readline()))
+        assert dev.wait(60) != 0
+        assert select.select([child], [], [], 60)[0], "the part's child lives"
+        os.close(child)
 
 
 HISTORIES = {

@@ -15,7 +15,7 @@ import forked
 from penstock.cli import main
 from penstock.cluster import file
 from penstock.errors import Config as ConfigError
-from penstock.tools.links import Seen, cluster_of
+from penstock.tools.doctor.links import Seen, cluster_of
 from penstock.tools.testbed import LinkSpec, Testbed, system
 from penstock.tools.testbed.bed import Loopback
 
@@ -93,6 +93,7 @@ def test_wrong_calls_are_told(options: list[str], words: str, monkeypatch: pytes
 @needs_namespaces
 @pytest.mark.slow
 @pytest.mark.timed
+@pytest.mark.usefixtures("forks")
 def test_a_testbeds_links_are_measured_and_planned(tmp_path: pathlib.Path) -> None:
     """Two racks with a slower link between, one host slower than the others: within 10 % of what they are, and `penstock plan`
     takes the file. Together the hosts of a rack get what the link between carries, so nothing is left to explain."""
@@ -138,6 +139,7 @@ def test_a_testbeds_links_are_measured_and_planned(tmp_path: pathlib.Path) -> No
     assert planned.returncode == 0 and "Mbit/s a worker" in planned.stdout, planned.stdout + planned.stderr
 
 
+@pytest.mark.usefixtures("forks")
 def test_ranks_of_one_host_have_no_links(tmp_path: pathlib.Path) -> None:
     """Nothing is written, and the reason is the one that `cluster_of` gives."""
     command = [sys.executable, "-m", "penstock", "doctor", "--links", "-o", str(tmp_path / "cluster.yaml")]

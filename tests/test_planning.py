@@ -37,7 +37,7 @@ from planned import MBIT, check_claims, cluster_of, near_best, of_the_paper, ran
 
 @pytest.mark.parametrize(("between", "bound"), [(None, 3), (6, 26 / 9)])
 def test_the_papers_example(between: float | None, bound: float) -> None:
-    """The paper's figure 1: LBMM 4/3, ATP 2, its own plan 5/2, which is not the best one: 8/3 is; nothing passes 3."""
+    """The paper's figure 1: LBMM 4/3, ATP 2, its own deployment 5/2, which is not the best one: 8/3 is; nothing passes 3."""
     cluster = of_the_paper(between)
     (job,) = cluster.jobs
     problem = Problem(cluster, job)
@@ -77,7 +77,7 @@ def test_random_clusters(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_names_and_orders_change_nothing(seed: int) -> None:
     """The same cluster in another order, with other names, has the same bound and best rate, and the search finds it in both.
-    Other names alone give the same plan."""
+    Other names alone give the same deployment."""
     rng = random.Random(seed)
     cluster = random_cluster(rng)
     shuffled: dict[str, Any] = {
@@ -155,7 +155,7 @@ def test_a_deployment_says_what_the_scheme_says(tmp_path: pathlib.Path) -> None:
         {"s0": 1 / 3, "s1": 1 / 3, "s2": 1 / 3},
         {"s0": ("a0", None, "a1", "a1"), "s1": ("a0", "a0", "a0", "a0"), "s2": (None,) * 4},
     )
-    text = deployment(cluster, cluster.jobs[0], scheme, "cluster.yaml", {"A plan": "of a test"})
+    text = deployment(cluster, cluster.jobs[0], scheme, "cluster.yaml", {"A deployment": "of a test"})
     read = deployments.parse(text, "deployment.yaml", str(tmp_path))
     assert math.fsum(server.fraction for server in read.servers) == pytest.approx(1, abs=1e-12)
     for server, places in zip(read.servers, scheme.via.values(), strict=True):
@@ -168,7 +168,7 @@ def _plan(*arguments: Any) -> Any:
 
 
 def test_the_command(tmp_path: pathlib.Path) -> None:
-    """It says what the plan is worth, and writes the deployment and the figures."""
+    """It says what the deployment is worth, and writes it and the figures."""
     cluster = dataclasses.replace(of_the_paper(6), aggregators=())
     path = tmp_path / "cluster.yaml"
     path.write_text(file.dump(cluster))
@@ -191,9 +191,9 @@ def test_the_command(tmp_path: pathlib.Path) -> None:
 
 
 WRONG = {
-    "without links": (lambda one: dataclasses.replace(one, links=()), "links: are needed for a plan"),
-    "without servers": (lambda one: dataclasses.replace(one, servers=()), "servers: are needed for a plan"),
-    "without jobs": (lambda one: dataclasses.replace(one, jobs=()), "jobs: are 0: a plan is for one"),
+    "without links": (lambda one: dataclasses.replace(one, links=()), "links: are needed to plan"),
+    "without servers": (lambda one: dataclasses.replace(one, servers=()), "servers: are needed to plan"),
+    "without jobs": (lambda one: dataclasses.replace(one, jobs=()), "jobs: are 0: name one to plan for"),
     "one rank": (
         lambda one: dataclasses.replace(one, jobs=(Job(name="train", workers=("w1",)),)),
         "workers: is one rank, which has nothing to sum with others",

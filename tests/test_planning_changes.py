@@ -1,4 +1,4 @@
-"""Proves what becomes of a plan among other jobs, and when the network changes under it."""
+"""Proves what becomes of a deployment among other jobs, and when the network changes under it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_several_jobs_fit_each_other(seed: int) -> None:
 
 
 def test_one_job_at_once_is_that_job_alone() -> None:
-    """The joint plan of a single job is the plan of that job."""
+    """Planned jointly, a single job gets the deployment that it gets alone."""
     cluster = two_jobs(0)
     job = cluster.jobs[0]
     (found,) = joint(cluster, [job], seconds=1.5)
@@ -58,7 +58,7 @@ def test_one_job_at_once_is_that_job_alone() -> None:
 
 
 def test_others_are_background() -> None:
-    """A plan beside measured loads keeps what it shares with them within what they leave."""
+    """A deployment beside measured loads keeps what it shares with them within what they leave."""
     cluster = two_jobs(0)
     (job, other) = cluster.jobs
     problem = Problem(cluster, other)

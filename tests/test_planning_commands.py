@@ -18,7 +18,7 @@ from penstock.cluster.network import Job
 from penstock.planning import baselines
 from penstock.planning.evaluate import evaluate
 from penstock.planning.problem import Problem
-from penstock.tools.bench import plans
+from penstock.tools.bench import planner
 from penstock.tools.plan import explained
 from planned import MBIT
 
@@ -38,7 +38,7 @@ def cluster_path(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def test_explain(cluster_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """A deployment is explained as the plan was that wrote it, and its page draws every switch and what is full."""
+    """A deployment is explained as it was proposed, and its page draws every switch and what is full."""
     written = tmp_path / "deployment.yaml"
     said = run("plan", cluster_path, "-o", written, "--seconds", "1")
     assert said.exit_code == 0, said.output
@@ -55,7 +55,7 @@ def test_explain(cluster_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert page.count("<svg") == 2 and "var(--bad)" in page
     for switch in ("leaf0", "leaf1", "spine0", "spine1"):
         assert f">{switch}</text>" in page
-    # Of a cluster file, a plan's.
+    # Of a cluster file, what is planned for it.
     again = run("plan", "explain", cluster_path, "--seconds", "1")
     assert again.exit_code == 0 and re.match(r"[\d.]+ Mbit/s a worker, [\d.]+% of the bound. Full: ", again.output), (
         again.output
@@ -108,21 +108,21 @@ def test_all_jobs(way: str, cluster_path: pathlib.Path, tmp_path: pathlib.Path) 
     hosts = cluster.jobs[0].workers
     jobs = (Job(name="one", workers=hosts[:3]), Job(name="other", workers=hosts[3:]))
     cluster_path.write_text(file.dump(dataclasses.replace(cluster, jobs=jobs)))
-    said = run("plan", cluster_path, "--all-jobs", way, "--seconds", "2", "-o", tmp_path / "plans")
+    said = run("plan", cluster_path, "--all-jobs", way, "--seconds", "2", "-o", tmp_path / "deployments")
     assert said.exit_code == 0 and "is the slowest with" in said.output, said.output
     for job in jobs:
-        path = tmp_path / "plans" / f"{job.name}.yaml"
+        path = tmp_path / "deployments" / f"{job.name}.yaml"
         read = deployments.parse(path.read_text(), str(path), str(path.parent))
         read.check_world(len(job.workers))
         assert f"job: {job.name}" in path.read_text()
 
 
 def test_at_least(cluster_path: pathlib.Path) -> None:
-    """A rate that no plan reaches is refused with the limits that stand against it; one that is reached is not."""
+    """A rate that no deployment reaches is refused with the limits that stand against it; one that is reached is not."""
     said = run("plan", cluster_path, "--seconds", "1", "--at-least", "10 Mbit/s")
     assert said.exit_code == 0, said.output
     said = run("plan", cluster_path, "--seconds", "1", "--at-least", "900 Mbit/s")
-    assert said.exit_code == 1 and "no plan reaches 900 Mbit/s a worker, since together" in said.output
+    assert said.exit_code == 1 and "no deployment reaches 900 Mbit/s a worker, since together" in said.output
     assert "the own links of train's workers leave each 100 Mbit/s" in said.output
     assert "--at-least" in run("plan", cluster_path, "--at-least", "fast").output
 
@@ -139,7 +139,7 @@ def test_no_place_names_what_conflicts(tmp_path: pathlib.Path) -> None:
 
 
 def test_bench_plan_in_small(tmp_path: pathlib.Path) -> None:
-    """Figure 1 comes out exactly, every way is there for each network, plans are below their bounds and above one rounding, and
+    """Figure 1 comes out exactly, each network has every way, deployments are below their bounds and above one rounding, and
     the page and the JSON have the figures."""
     path, report = tmp_path / "plan.json", tmp_path / "plan.html"
     few = ["--seeds", "1", "--seconds", "0.1", "--workers", "6", "--servers", "", "--no-large"]
@@ -148,7 +148,7 @@ def test_bench_plan_in_small(tmp_path: pathlib.Path) -> None:
     for line in (
         "LBMM 1.333 4/3",
         "ATP 2.000 2",
-        "the paper's plan 2.500 5/2, as its best",
+        "the paper's deployment 2.500 5/2, as its best",
         "planned 2.667",
         "proven best 2.667",
     ):
@@ -157,8 +157,8 @@ def test_bench_plan_in_small(tmp_path: pathlib.Path) -> None:
     (sent,) = re.findall(r"^ 6 +([\d.]+) .* ([\d.]+) *$", said.output, re.M)
     assert sent == (f"{11.55 * 8 / 3:.1f}", "15.4"), said.output
     written = json.loads(path.read_text())
-    rows = [plans.Row(**row) for row in written["runs"]]
-    # The small tables are figures, too; and plans are compared with the best of the others in each network.
+    rows = [planner.Row(**row) for row in written["runs"]]
+    # The small tables are figures, too; and deployments are compared with the best of the others in each network.
     assert [each["title"].partition(":")[0] for each in written["small"]] == [
         "Section 2.1, figure 1",
         "Section 5.2",
@@ -167,18 +167,20 @@ def test_bench_plan_in_small(tmp_path: pathlib.Path) -> None:
     assert ["proven best", "2.667", ""] in written["small"][0]["lines"]
     for uneven in (False, True):
         rates = {row.way: row.rate_bit_s for row in rows if row.uneven == uneven}
-        ratio = rates[plans.OURS] / max(rates[way] for way in (plans.INART, plans.R_INART, plans.ATP, plans.LBMM))
+        ratio = rates[planner.OURS] / max(
+            rates[way] for way in (planner.INART, planner.R_INART, planner.ATP, planner.LBMM)
+        )
         assert f"{ratio:.2f}x, {ratio:.2f}x at least" in said.output, said.output
     networks = {(row.uneven, row.workers, row.servers, row.seed) for row in rows}
-    assert len(networks) == 2 and len(rows) == len(networks) * len(plans.WAYS)
+    assert len(networks) == 2 and len(rows) == len(networks) * len(planner.WAYS)
     of = {(row.uneven, row.workers, row.servers, row.way): row for row in rows}
     for uneven, workers, servers, _ in networks:
-        rates = {way: of[uneven, workers, servers, way].rate_bit_s for way in plans.WAYS}
-        assert rates[plans.BOUND] * (1 + 1e-6) >= rates[plans.OURS] >= rates[plans.INART], rates
-        assert rates[plans.OURS] >= rates[plans.ATP] * (1 - 1e-9) and rates[plans.OURS] >= rates[plans.LBMM] * (
+        rates = {way: of[uneven, workers, servers, way].rate_bit_s for way in planner.WAYS}
+        assert rates[planner.BOUND] * (1 + 1e-6) >= rates[planner.OURS] >= rates[planner.INART], rates
+        assert rates[planner.OURS] >= rates[planner.ATP] * (1 - 1e-9) and rates[planner.OURS] >= rates[planner.LBMM] * (
             1 - 1e-9
         ), rates
-        straight = of[uneven, workers, servers, plans.LBMM]
+        straight = of[uneven, workers, servers, planner.LBMM]
         # Every worker's whole gradient reaches the servers, and crosses two links at least.
         assert straight.taken_in == pytest.approx(workers) and (straight.crossed or 0) >= 2 * workers
     assert report.read_text().count("<svg") >= 2 and "Beside the paper" in report.read_text()

@@ -1,4 +1,4 @@
-"""Proves what the planner does at its limits: tiny parts, short times, no solver, several jobs' files, proofs of small plans."""
+"""Proves what the planner does at its limits: tiny parts, short times, no solver, files of several jobs, proofs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from penstock.planning.problem import Problem
 from penstock.planning.relax import relax
 from penstock.planning.several import in_turn, joint
 from penstock.planning.solve import scheme_of, search
-from penstock.tools.bench.plans import fat_tree
+from penstock.tools.bench.planner import fat_tree
 from penstock.tools.plan import planned
 from planned import MBIT, cluster_of
 
@@ -73,10 +73,10 @@ def test_a_part_too_small_to_be_written_has_no_rate(way: Any) -> None:
 def test_all_jobs_figures_and_files(way: str, tmp_path: pathlib.Path) -> None:
     """The figures are also JSON, the folder may be there already, each deployment says what it is worth beside the others, and
     `explain` says that it counts none of them."""
-    path, plans, figures = tmp_path / "cluster.yaml", tmp_path / "plans", tmp_path / "plan.json"
+    path, folder, figures = tmp_path / "cluster.yaml", tmp_path / "deployments", tmp_path / "plan.json"
     path.write_text(file.dump(unlike_servers()))
-    plans.mkdir()
-    said = run("plan", path, "--all-jobs", way, "--seconds", "1", "-o", plans, "--json", figures)
+    folder.mkdir()
+    said = run("plan", path, "--all-jobs", way, "--seconds", "1", "-o", folder, "--json", figures)
     assert said.exit_code == 0 and re.search(r"^other +200 Mbit/s +100.0%  server s0$", said.output, re.M), said.output
     rows = json.loads(figures.read_text())
     assert [(row["job"], row["full"], row["levels"]) for row in rows] == [
@@ -84,10 +84,10 @@ def test_all_jobs_figures_and_files(way: str, tmp_path: pathlib.Path) -> None:
         ("other", "server s0", 1),
     ]
     assert all(row["rate_bit_s"] <= row["bound_bit_s"] for row in rows)
-    text = (plans / "one.yaml").read_text()
+    text = (folder / "one.yaml").read_text()
     assert text.startswith("# Planned: 200 Mbit/s a worker, while other sends 200 Mbit/s\n# Bound: 200 Mbit/s\n# Gap: ")
     assert "\n# Full: server s0\n" in text
-    told = run("plan", "explain", plans / "one.yaml")
+    told = run("plan", "explain", folder / "one.yaml")
     assert told.exit_code == 0 and "Alone: what other may send is not counted." in told.output, told.output
 
 
@@ -178,7 +178,7 @@ def test_progress_is_told_after_two_seconds() -> None:
     """Also where the first program takes long."""
     cluster = fat_tree(50, 4, True, 0)
     told: list[str] = []
-    with pytest.raises(Config, match=r"no plan reaches 15 Mbit/s a worker"):
+    with pytest.raises(Config, match=r"no deployment reaches 15 Mbit/s a worker"):
         planned.plan(cluster, cluster.jobs[0], seed=0, seconds=6, at_least=15 * MBIT, progress=told.append)
     assert told and told[0].startswith("looking for what stands against it"), told
 
@@ -191,7 +191,7 @@ def test_out_of_time_is_told(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
     path.write_text(file.dump(generate.leaf_spine(3, 2, 4, servers=2, rate_bit_s=100 * MBIT)))
     said = run("plan", path, "--seconds", "0.5", "-o", tmp_path / "deployment.yaml")
     assert said.exit_code == 0, said.output
-    assert "The linear program did not end in time. So the bound is from prices that know no plan" in said.output
+    assert "The linear program did not end in time. So the bound is from prices alone" in said.output
     assert re.search(r"^InArt: one random rounding +- +not computed: it needs the linear program$", said.output, re.M)
     assert ", from prices: the linear program was not solved\n" in (tmp_path / "deployment.yaml").read_text()
     said = run("plan", "explain", path, "--seconds", "0.5")
@@ -201,7 +201,7 @@ def test_out_of_time_is_told(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
 
 
 def test_without_a_solver(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without scipy there is still a plan, within a bound that holds, and what is missing is said."""
+    """Without scipy there is still a deployment, within a bound that holds, and what is missing is said."""
     cluster = four_workers()
     (job,) = cluster.jobs
     problem = Problem(cluster, job)
@@ -221,13 +221,13 @@ def test_without_a_solver(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_small_plan_is_proven(tmp_path: pathlib.Path) -> None:
-    """The guide's four workers: no plan is faster, although the bound is, and that is said, also in the deployment."""
+    """The guide's four workers: no deployment is faster, although the bound is, and that is said, also in the deployment."""
     path, written = tmp_path / "cluster.yaml", tmp_path / "deployment.yaml"
     path.write_text(file.dump(four_workers()))
     said = run("plan", path, "--seconds", "20", "-o", written)
     assert said.exit_code == 0 and "84.4% of the bound" in said.output, said.output
-    assert "Proven best: no plan with one level of aggregators is faster." in said.output
-    assert "may find a better plan" not in said.output
+    assert "Proven best: no deployment with one level of aggregators is faster." in said.output
+    assert "may find a better deployment" not in said.output
     assert "# Gap: 15.6% below the bound, and proven best\n" in written.read_text()
     large = fat_tree(50, 4, True, 0)
     assert not planned.is_provable(Problem(large, large.jobs[0]))
@@ -261,7 +261,7 @@ def test_missing_and_impossible_things_have_a_place(tmp_path: pathlib.Path) -> N
     path = tmp_path / "cluster.yaml"
     cluster = four_workers()
     path.write_text(file.dump(dataclasses.replace(cluster, servers=())))
-    assert re.search(r"cluster.yaml:1:1: servers: are needed for a plan", run("plan", path).output)
+    assert re.search(r"cluster.yaml:1:1: servers: are needed to plan", run("plan", path).output)
     small = dataclasses.replace(cluster, jobs=(dataclasses.replace(cluster.jobs[0], gradient_bytes=1),))
     path.write_text(file.dump(small))
     said = run("plan", path, "--seconds", "1")

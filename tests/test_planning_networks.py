@@ -82,7 +82,7 @@ def _written_and_read(cluster: Cluster, scheme: Scheme) -> float:
 
 
 def test_two_ways_carry_more_than_one() -> None:
-    """Where a leaf has two spines, the plan uses both, and says by which each worker goes; by the first only half is possible."""
+    """Where a leaf has two spines, both are used, and the deployment says by which each worker goes; one carries half."""
     cluster = generate.leaf_spine(
         2, 2, 4, servers=1, aggregators=False, rate_bit_s=1000 * MBIT, uplink={"rate_bit_s": 100 * MBIT}
     )

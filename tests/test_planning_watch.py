@@ -1,4 +1,4 @@
-"""Proves that a running job's plan follows its network: what is measured or told, what is decided, that no gradient is lost."""
+"""Proves that a running job's deployment follows its network: what is measured, what is decided, that no gradient is lost."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def path(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def test_events_from_standard_input(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Loads have to stay for three measurements, a death changes the plan at once, what comes back waits; the file is a
+    """Loads have to stay for three measurements, a death changes the deployment at once, what comes back waits; the file is a
     deployment with the same parts and another way."""
     output = tmp_path / "next.yaml"
     loads = json.dumps({"loads": {"link leaf0-spine0": "40 Mbit/s"}})
@@ -133,7 +133,7 @@ def test_what_is_measured_takes_the_place_of_the_files_background() -> None:
 @needs_namespaces
 @pytest.mark.slow
 def test_a_meter_sees_a_link_that_is_down_and_what_ranks_still_use(tmp_path: pathlib.Path) -> None:
-    """A link whose interface is down is gone until it is up again, and as long as servers have the tree of an earlier plan, its
+    """A link whose interface is down is gone until it is up again. As long as servers have an earlier deployment's tree, its
     loads are the job's own."""
     made = cluster()
     (job,) = made.jobs
@@ -145,7 +145,7 @@ def test_a_meter_sees_a_link_that_is_down_and_what_ranks_still_use(tmp_path: pat
         assert meter.events(SCHEME)[0] == Gone("link h1")
         bed.popen("h1", ["ip", "link", "set", bed.interface, "up"]).wait(20)
         assert meter.events(SCHEME)[0] == Gone("link h1", is_back=True)
-        # Half of a second's look at 10 Mbit/s a worker: the servers tell the first plan's tree.
+        # Half of a second's look at 10 Mbit/s a worker: the servers tell the first deployment's tree.
         meter.events(other)
         addresses = {each.name: made.address(each) or "" for each in made.aggregators}
 
@@ -167,6 +167,7 @@ def test_a_meter_sees_a_link_that_is_down_and_what_ranks_still_use(tmp_path: pat
 
 @needs_namespaces
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_a_job_moves_from_a_link_that_others_fill(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Ranks reduce while another host fills the link of their route: after three measurements the flow takes the other spine, and
     every sum before, during and after is right. Before others send, the job's own load changes nothing."""
@@ -238,9 +239,10 @@ def test_a_job_moves_from_a_link_that_others_fill(path: pathlib.Path, tmp_path: 
 
 @needs_namespaces
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_a_meter_sees_a_dead_aggregator(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """An aggregator is killed while ranks reduce: the server says that its workers bypass it, the meter that it is gone, and the
-    plan that follows does without it. All sums are right."""
+    deployment that follows does without it. All sums are right."""
     made = cluster()
     (job,) = made.jobs
     events: list[Any] = []
@@ -278,7 +280,7 @@ def test_a_meter_sees_a_dead_aggregator(path: pathlib.Path, tmp_path: pathlib.Pa
             if looking.is_alive():
                 looking.join(30)
     assert events[0] == Gone("aggregator a1"), events
-    kept = watched.Plan(made, job, SCHEME, Patience(), None, "cluster.yaml")
+    kept = watched.Watched(made, job, SCHEME, Patience(), None, "cluster.yaml")
     decision = kept.take(events[0])
     assert decision.is_changed and "a1" not in decision.scheme.via["s0"], decision
 
@@ -301,7 +303,7 @@ def _steps(path: str, other: str, left: str, steps: int, stopped: str) -> list[l
     for step in range(steps):
         if step == steps // 2:
             if rank == 0:
-                # The aggregator dies, and the plan that comes is one without it.
+                # The aggregator dies, and the deployment that comes is one without it.
                 pathlib.Path(stopped).touch()
                 os.replace(other, path)
             dist.barrier()

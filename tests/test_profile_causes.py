@@ -39,7 +39,7 @@ def test_the_right_cause_stands_first() -> None:
 def test_what_is_said_can_be_done() -> None:
     """Changes name settings that there are, texts have their numbers, no gain exceeds what its cause explains, and together the
     causes explain no more than the step."""
-    settings = {setting.name for setting in config.SETTINGS}
+    settings = {setting.name for setting in config.VARIABLES}
     seen = set()
     for seed in range(48):
         job, _ = planted_records.drawn(list(planted_records.FAULTS)[seed % 8], seed)

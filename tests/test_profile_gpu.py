@@ -213,6 +213,7 @@ def test_a_step_without_kernels_is_the_hosts() -> None:
     assert sampled(7).device is None
 
 
+@pytest.mark.usefixtures("forks")
 def test_the_recorder_asks_for_a_gpus_events(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the script has started CUDA, and never before: asking would start it. The samples of a script that only says so are
     those of the host."""

@@ -291,7 +291,7 @@ def test_an_aggregator_takes_what_the_planner_says() -> None:
     found = told(records, Network(hosts=hosts, link_bytes_s=250e6))["gradients summed by an aggregator"]
     want = records[0].steps[-1].end_ns - sum(1.5 * each * 8.0 - each * 8.0 for each in sizes)
     assert found.after_ns == pytest.approx(want, rel=5e-3)
-    assert "carries 10.00 Gbit/s" in found.because and "would be 400 Mbit/s" in found.because
+    assert "carries 10 Gbit/s" in found.because and "would be 400 Mbit/s" in found.because
     assert "gradients summed by an aggregator" not in told(records, Network(hosts=hosts))
     alone = told(records, Network())["gradients summed by an aggregator"]
     assert alone.gain > 1.1

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import pathlib
-import subprocess
 import sys
 
 import pytest
 
+import forked
 import profiled
 from penstock.errors import Config
 from penstock.profiling import record
@@ -78,7 +78,9 @@ for backend in ("gloo", "penstock"):
 def traces(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Of two ranks with each backend. Rank 1 is 80 ms late to the all-reduces, rank 0 then 40 ms late to send."""
     folder = tmp_path_factory.mktemp("traces")
-    ranks = [subprocess.Popen([sys.executable, "-c", TRAINING, str(rank), str(folder)]) for rank in range(2)]
+    script = folder / "training.py"
+    script.write_text(TRAINING)
+    ranks = [forked.Popen([sys.executable, script, str(rank), str(folder)]) for rank in range(2)]
     assert [each.wait(120) for each in ranks] == [0, 0]
     return folder
 

@@ -223,7 +223,7 @@ def test_predictions_are_what_the_changed_world_does() -> None:
         assert told[change].before_ns == pytest.approx(world.step_ns(), rel=1e-6)
         assert told[change].error < 0.01
     assert told["16 streams"].how == "PENSTOCK_STREAMS=16" and told["16 streams"].settings == {"PENSTOCK_STREAMS": "16"}
-    assert "1.00 Gbit/s on the wire, 400 us an operation" in told["twice the link"].because
+    assert "1000 Mbit/s on the wire, 400 us an operation" in told["twice the link"].because
 
 
 def test_gloo_is_told_what_penstock_would_take() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 import browser
 from characterized import CELL, as_in_the_paper, outcome
-from penstock import files
+from penstock import files, numbers
 from penstock.cluster import generate
 from penstock.cluster.network import Cluster
 from penstock.planning import baselines
@@ -46,7 +46,6 @@ from penstock.reports import (
     Timeline,
     charts,
     drawing,
-    numbers,
     render,
     series,
     ticks,
@@ -58,8 +57,9 @@ from penstock.tools.bench import (
     figures,
     machine,
     pauses,
-    plans,
+    planner,
     readiness,
+    threads,
     training,
     tuner,
     urgency,
@@ -200,17 +200,26 @@ def pauses_page() -> Page:
     return emulated.page(pauses.story(rows), pauses.table(rows), LINK, ABOUT)
 
 
-def plans_page() -> Page:
+def threads_page() -> Page:
     rows = [
-        plans.Row(
+        threads.Row(what, count, 0.02 / count, [0.31] * count, *((0.041, 0.0123) if count > 1 else (None, None)), 3e9)
+        for what in ("send", "receive", "all-reduce")
+        for count in (1, 2, 4)
+    ]
+    return threads.page(rows, ABOUT)
+
+
+def bench_plan_page() -> Page:
+    rows = [
+        planner.Row(
             uneven, workers, servers, seed, way, 1e6 * servers * (9 - at) / (1 + workers / 20), 2.5 * workers, 3.0, 0.1
         )
         for uneven in (False, True)
         for workers, servers in ((10, 4), (50, 4), (48, 2), (48, 6))
         for seed in (0, 1)
-        for at, way in enumerate(plans.WAYS)
+        for at, way in enumerate(planner.WAYS)
     ]
-    return plans.page(rows, [], [figure1.example()], ABOUT)
+    return planner.page(rows, [], [figure1.example()], ABOUT)
 
 
 def endpoints_page() -> Page:
@@ -250,10 +259,11 @@ PAGES: dict[str, Callable[[], Page]] = {
     "figures": figures_page,
     "plan": lambda: plan_page(leaf_spine()),
     "plan of a fat-tree": lambda: plan_page(generate.fat_tree(6, servers=4, seed=1, rate_bit_s=10**9)),
-    "bench plan": plans_page,
+    "bench plan": bench_plan_page,
     "urgency": urgency_page,
     "pauses": pauses_page,
     "endpoints": endpoints_page,
+    "threads": threads_page,
     "profile": lambda: profile_report.page(breakdown(4), records(4)),
     "profile of many": lambda: profile_report.page(breakdown(64, 17), records(64)),
     "profile of sums": sums_page,
@@ -403,6 +413,15 @@ def test_ticks_are_round_and_few() -> None:
         (numbers.duration(1234), "1234 s"),
         (numbers.size(64 << 20), "64 MiB"),
         (numbers.size(1000), "1000 B"),
+        (numbers.size(5 << 40), "5 TiB"),
+        (numbers.traffic(20.4e9), "20.4 GB"),
+        (numbers.byte_rate(999_600), "1 MB/s"),
+        (numbers.byte_rate(12), "12 B/s"),
+        (numbers.bit_rate(422.222e6), "422.2 Mbit/s"),
+        (numbers.bit_rate(9_999_400_000), "9999 Mbit/s"),
+        (numbers.bit_rate(9_999_600_000), "10 Gbit/s"),
+        (numbers.bit_rate(12_345e9), "12345 Gbit/s"),
+        (numbers.bit_rate(float("inf")), "unlimited"),
         (numbers.share(0.956), "96%"),
         (numbers.change(0.0123), "+1.2%"),
         (numbers.times(4.605), "4.61 ×"),

@@ -12,7 +12,8 @@ import pytest
 from penstock import _core, cli
 from penstock.cluster import file, generate
 from penstock.errors import Config as ConfigError
-from penstock.tools import simulate
+from penstock.tools.simulate import aggregation
+from penstock.tools.simulate.collective import ranks_of_cluster
 
 
 def run(*arguments: str, command: str = "aggregation") -> click.testing.Result:
@@ -126,7 +127,7 @@ def test_rates_are_shares_of_the_busiest_link_and_of_no_loss(shape: str, crossin
         seen.append({"seed": seed, **fixed})
         return _outcome(**fixed)
 
-    one, two = simulate.rates(simulated, workers=[4], queues_kib=[0, 64], losses=[0.05], shape=shape, **setting)
+    one, two = aggregation.rates(simulated, workers=[4], queues_kib=[0, 64], losses=[0.05], shape=shape, **setting)
     assert [(each["seed"], each["loss"], each["queue"]) for each in seen] == [
         (seed, loss, queue) for queue in (0, 65536) for loss in (0.0, 0.05) for seed in (1, 2)
     ]
@@ -180,7 +181,7 @@ LINK = {"rate_bit_s": 10**8, "delay_ns": 50_000, "queue_bytes": 65_536}
 )
 def test_a_cluster_has_a_tree(made: Any, tree: list[Any]) -> None:
     """Which aggregators a worker's way passes, and what lies between two of them, decides."""
-    assert simulate.of_cluster(made) == {
+    assert aggregation.of_cluster(made) == {
         "tree": tree,
         "rate_mbit": 100.0,
         "queue": 65_536,
@@ -217,7 +218,7 @@ def test_what_is_no_tree(tree: list[Any], why: str) -> None:
 def test_an_aggregator_has_one_parent() -> None:
     """Ways of workers that share an aggregator and not the next one are no tree."""
     with pytest.raises(ConfigError, match=r"^jobs\.train\.workers: .* at x has two ways to the server"):
-        simulate._tree(generate.racks(2, 1), "train", [("x", "y"), ("x",)])
+        aggregation._tree(generate.racks(2, 1), "train", [("x", "y"), ("x",)])
 
 
 def test_a_cluster_file_is_simulated(tmp_path: Any) -> None:
@@ -323,7 +324,7 @@ def test_slow_uplinks_are_the_busiest_links() -> None:
     ["reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier"],
 )
 def test_every_collective_is_simulated(name: str) -> None:
-    """With the planner's algorithm; a barrier has no bytes."""
+    """With the algorithm that is chosen by itself; a barrier has no bytes."""
     [row] = collective("--collective", name, "--ranks", "3", "--bytes", "120000", "--repeat", "1")
     assert row["first"].startswith(f"{name}, 3 ranks: " if name == "barrier" else f"{name} of 120000 bytes, 3 ranks: ")
     assert float(row["ms"]) > 0
@@ -405,7 +406,7 @@ def test_a_cluster_file_has_its_own_links(tmp_path: Any) -> None:
 def test_only_switches_have_queues() -> None:
     """What waits at a host waits in its memory; links that no rank uses carry nothing and have no properties."""
     made = generate.racks(2, 1, servers=1, **LINK)
-    found = simulate.ranks_of_cluster(made)
+    found = ranks_of_cluster(made)
     nodes = {name: number for number, name in enumerate((*made.switch, *made.host))}
     by_ends = {link[:2]: link[2:] for link in found["links"]}
     assert by_ends[nodes["h0"], nodes["r0"]] == (12_500_000, 50_000, 0, 65_536)
@@ -416,7 +417,7 @@ def test_only_switches_have_queues() -> None:
 
 def test_long_simulations_tell_how_far_they_are_and_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Progress goes to standard error; what the callback raises, such as Ctrl-C, ends the simulation within a repetition."""
-    monkeypatch.setattr(simulate, "_PROGRESS_EVERY_S", 0)
+    monkeypatch.setattr("penstock.tools.simulate.collective._PROGRESS_EVERY_S", 0)
     result = run("--bytes", "4000000", "--repeat", "2", command="collective")
     assert result.exit_code == 0, result.output
     assert re.search(r"repetition 2 of 2: [\d.]+ ms so far, [\d.]+ ms promised\n", result.stderr), result.stderr
@@ -427,7 +428,7 @@ def test_long_simulations_tell_how_far_they_are_and_end_at_once(monkeypatch: pyt
         asked.append(time_ns)
         raise KeyboardInterrupt
 
-    network = simulate.ranks_of_cluster(generate.star(8, **LINK))
+    network = ranks_of_cluster(generate.star(8, **LINK))
     with pytest.raises(KeyboardInterrupt):
         _core.simulate_collective(
             **network,

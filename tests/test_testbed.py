@@ -326,6 +326,7 @@ def test_ranks_are_dealt_in_blocks_and_know_who_they_are(bed: Testbed) -> None:
 
 
 @needs_namespaces
+@pytest.mark.usefixtures("forks")
 def test_torchrun_gives_the_same_ranks_output_and_exit_codes(bed: Testbed) -> None:
     """The other launcher: ranks, separate output, and the exit code of the rank that failed, which torchrun hides."""
     pytest.importorskip("torch.distributed.run")

@@ -176,11 +176,12 @@ def test_a_deployments_routes_are_a_command(tmp_path: pathlib.Path) -> None:
 
 
 @needs_namespaces
-def test_plans_run_on_a_testbed(tmp_path: pathlib.Path) -> None:
-    """In small: every way's sums are right, go through the servers, and load the links that the plan loads; no link of the plan
+@pytest.mark.usefixtures("forks")
+def test_deployments_run_on_a_testbed(tmp_path: pathlib.Path) -> None:
+    """In small: every way's sums are right, go through the servers, and load the links that were planned; no link of those
     carries much more than its share of the whole, and a second spine is used."""
     path = tmp_path / "runs.json"
-    small = ["--testbed", "--seconds", "0.5", "--mebibytes", "2", "--operations", "1", "--json", str(path)]
+    small = ["--testbed", "--seconds", "1.5", "--mebibytes", "2", "--operations", "1", "--json", str(path)]
     said = CliRunner().invoke(main, ["bench", "plan", *small])
     assert said.exit_code == 0, said.output
     runs = [carried.Ran(**run) for run in json.loads(path.read_text())["runs"]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import forked
 import penstock
 import ranks
 from backends import ALL
@@ -82,9 +82,7 @@ def test_a_thread_that_cannot_start(tmp_path: Path) -> None:
     script.write_text(_STARTS_NONE)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PENSTOCK_IO_THREADS": "8"}
     env["RUST_MIN_STACK"] = str(1 << 46)  # more than there are addresses: no thread of the engine starts
-    done = subprocess.run(
-        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = forked.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "cannot start I/O thread 2 of 8:" in done.stdout, done.stdout
     assert "lower PENSTOCK_IO_THREADS" in done.stdout and "left: []" in done.stdout, done.stdout

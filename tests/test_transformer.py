@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests import ranks
 
+import forked
+import ranks
 from penstock.workloads.transformer.model import Stage, cut, parameters_of, widths
 from penstock.workloads.transformer.pipeline import Pipeline, Turn, schedule
 from penstock.workloads.transformer.shapes import MODELS, Shape, layers_of
@@ -128,7 +128,7 @@ def test_a_pipeline_has_the_gradients_of_the_whole_model(backend: str, kind: str
 def test_too_little_memory_is_told_and_no_crash() -> None:
     """Under --memory: one line of JSON and a status of its own."""
     command = [sys.executable, "-m", "penstock.workloads.transformer", "gpt2-tiny", "--batch", "4096", "--steps", "1"]
-    run = subprocess.run([*command, "--memory", str(1 << 30)], capture_output=True, text=True, check=False)
+    run = forked.run([*command, "--memory", str(1 << 30)], capture_output=True, text=True)
     assert run.returncode == 3, run.stderr
     assert json.loads(run.stdout) == {"out_of_memory": True, "limit": 1 << 30}
 
@@ -142,5 +142,5 @@ def test_too_little_memory_is_told_and_no_crash() -> None:
 )
 def test_what_cannot_be_trained_is_said(options: list[str], message: str) -> None:
     command = [sys.executable, "-m", "penstock.workloads.transformer", "gpt2-tiny", *options]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = forked.run(command, capture_output=True, text=True)
     assert run.returncode == 1 and message in run.stderr

@@ -145,6 +145,18 @@ dist.destroy_process_group()
         ("demo", "penstock demo needs matplotlib and scipy: pip install 'penstock[report,tune]'"),
         ("demo --backends gloo", "penstock demo needs matplotlib: pip install 'penstock[report]'"),
         ("bench all-reduce --plot out.svg", "penstock bench --plot needs matplotlib: pip install 'penstock[report]'"),
+        (
+            "profile --html page.html train.py",
+            "penstock profile --html needs matplotlib: pip install 'penstock[report]'",
+        ),
+        (
+            "characterize --html page.html train.py",
+            "penstock characterize --html needs matplotlib: pip install 'penstock[report]'",
+        ),
+        (
+            "plan explain --report page.html deployment.yaml",
+            "penstock plan explain --report needs matplotlib: pip install 'penstock[report]'",
+        ),
         ("bench tuner", "penstock bench tuner needs scipy: pip install 'penstock[tune]'"),
     ],
 )

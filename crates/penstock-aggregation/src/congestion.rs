@@ -1,11 +1,12 @@
 //! How many blocks a worker may have on the way: a congestion window beside Credit.
 //!
-//! Credit keeps receivers' slots free. It does not know that N workers push into one link, or that a receive buffer is short.
-//! The share of pushes that the server names as missing shows that. A single loss says nothing here: in a tree without
-//! congestion one packet in twenty may be lost, and a longer round trip may come from the slowest worker or a busy processor
-//! instead of a queue. So the window is halved when more than [`TOLERATED`] of the pushes are lost, at most once for the
-//! blocks in flight at that time. Otherwise it grows: by one for each answer before the first cut (slow start), later by
-//! [`GROWTH`] for each window's worth of answers.
+//! Credit keeps receivers' slots free. It does not know that N workers push into one link, that an aggregator's link is full with the
+//! results that it hands down to them, or that a receive buffer is short. The share of pushes that the server names as missing shows
+//! that, and the share of results that had to be requested although the server has them. A single loss says nothing here: in a tree
+//! without congestion one packet in twenty may be lost, and a longer round trip may come from the slowest worker or a busy processor
+//! instead of a queue. So the window is halved when more than [`TOLERATED`] of either are lost, at most once for the blocks in flight
+//! at that time. Otherwise it grows: by one for each answer before the first cut (slow start), later by [`GROWTH`] for each window's
+//! worth of answers.
 //!
 //! The *shares* of a link need no rule. A block ends when all workers have pushed it, so all go at one rate; a worker whose
 //! window is larger than another's only waits longer for its results.
@@ -21,11 +22,13 @@ use penstock_types::{MILLISECOND, SECOND, Time};
 pub(super) struct Congestion {
     /// The window in blocks; the fraction is saved up growth.
     window: f64,
-    /// The smoothed share of pushes that were lost.
-    loss: f64,
+    /// The smoothed share of first pushes that were lost.
+    lost_pushes: f64,
+    /// The same of results.
+    lost_results: f64,
     /// The window was never cut.
     slow_start: bool,
-    /// Losses of pushes before this transmission do not count any more: a cut answered them.
+    /// Losses of blocks before this transmission, and of their results, do not count any more: a cut answered them.
     since: u64,
     /// Blocks that were pushed and not answered.
     in_flight: usize,
@@ -40,7 +43,8 @@ impl Congestion {
     pub(super) fn new() -> Congestion {
         Congestion {
             window: FIRST,
-            loss: 0.0,
+            lost_pushes: 0.0,
+            lost_results: 0.0,
             slow_start: true,
             since: 0,
             in_flight: 0,
@@ -65,7 +69,7 @@ impl Congestion {
     /// A block left for the first time.
     pub(super) fn on_push(&mut self) {
         self.in_flight += 1;
-        self.loss -= self.loss * self.gain();
+        self.lost_pushes -= self.lost_pushes * self.gain();
     }
 
     /// The result of a block came, or the server reported that it has committed it.
@@ -75,6 +79,11 @@ impl Congestion {
             self.window += if self.slow_start { 1.0 } else { GROWTH / self.window };
         }
         self.in_flight -= 1;
+    }
+
+    /// A result came.
+    pub(super) fn on_result(&mut self) {
+        self.lost_results -= self.lost_results * self.gain();
     }
 
     /// The longest round trip in short queues, in nanoseconds, if nobody is late.
@@ -93,20 +102,31 @@ impl Congestion {
     }
 
     /// The first push of a block was lost: transmission number `order` of `orders`.
-    pub(super) fn on_loss(&mut self, order: u64, orders: u64) {
-        if order < self.since {
-            return;
+    pub(super) fn on_lost_push(&mut self, order: u64, orders: u64) {
+        if order >= self.since {
+            self.lost_pushes += self.gain();
+            self.judge(orders);
         }
-        self.loss += self.gain();
-        if self.loss > TOLERATED {
+    }
+
+    /// The result of a block did not come, though the server has it: the block was transmission number `order` of `orders`.
+    pub(super) fn on_lost_result(&mut self, order: u64, orders: u64) {
+        if order >= self.since {
+            self.lost_results += self.gain();
+            self.judge(orders);
+        }
+    }
+
+    fn judge(&mut self, orders: u64) {
+        if self.lost_pushes.max(self.lost_results) > TOLERATED {
             self.window = (self.window / 2.0).max(LEAST);
-            (self.loss, self.slow_start, self.since) = (0.0, false, orders);
+            (self.lost_pushes, self.lost_results, self.slow_start, self.since) = (0.0, 0.0, false, orders);
         }
     }
 
     /// The path has changed: starts again without knowledge of it.
     pub(super) fn on_new_path(&mut self) {
-        (self.loss, self.slow_start, self.least) = (0.0, true, Least::default());
+        (self.lost_pushes, self.lost_results, self.slow_start, self.least) = (0.0, 0.0, true, Least::default());
     }
 
     /// The weight of one push in the smoothed share: at least one push in a window, since losses come in bursts.
@@ -149,7 +169,7 @@ impl Least {
 const FIRST: f64 = 8.0;
 /// At least one block is in flight: less would need a clock.
 const LEAST: f64 = 1.0;
-/// Above this share, lost pushes count as congestion.
+/// Above this share, lost pushes or results count as congestion.
 const TOLERATED: f64 = 0.2;
 /// Weight of one push in the smoothed share, where the window is not larger: random loss of 5 % then seldom passes
 /// [`TOLERATED`].
@@ -168,8 +188,8 @@ const FIRST_ROUND_TRIP: u64 = 100 * MILLISECOND;
 mod tests {
     use super::*;
 
-    /// Pushes all that the window allows and answers it, a round after the other; loses one push in `one_in`.
-    fn rounds(congestion: &mut Congestion, rounds: usize, one_in: u64) {
+    /// Pushes all that the window allows and answers it, a round after the other; loses one push or result in `one_in`.
+    fn rounds(congestion: &mut Congestion, rounds: usize, one_in: u64, lost: fn(&mut Congestion, u64, u64)) {
         let mut order = 1000;
         for _ in 0..rounds {
             let mut pushed = Vec::new();
@@ -178,8 +198,11 @@ mod tests {
                 pushed.push(order);
                 order += 1;
             }
-            pushed.iter().filter(|at| **at % one_in == 0).for_each(|at| congestion.on_loss(*at, order));
-            pushed.iter().for_each(|_| congestion.on_answer());
+            pushed.iter().filter(|at| **at % one_in == 0).for_each(|at| lost(congestion, *at, order));
+            pushed.iter().for_each(|_| {
+                congestion.on_answer();
+                congestion.on_result();
+            });
         }
     }
 
@@ -187,7 +210,7 @@ mod tests {
     #[test]
     fn slow_start() {
         let mut congestion = Congestion::new();
-        rounds(&mut congestion, 3, u64::MAX);
+        rounds(&mut congestion, 3, u64::MAX, Congestion::on_lost_push);
         assert_eq!(congestion.window(), 8 * FIRST as usize);
         let mut idle = Congestion::new();
         for _ in 0..100 {
@@ -199,15 +222,21 @@ mod tests {
         assert_eq!(idle.window(), FIRST as usize);
     }
 
-    /// One push in ten may be lost for ever; of one in three the window falls to a block or two, and never stops.
+    /// One push in ten may be lost for ever, and one result in ten with them; of one in three the window falls to a block or two, and
+    /// never stops.
     #[test]
     fn what_counts_as_congestion() {
-        let mut congestion = Congestion::new();
-        rounds(&mut congestion, 6, 10);
-        assert!(congestion.slow_start && congestion.window() == 64 * FIRST as usize, "{congestion:?}");
-        rounds(&mut congestion, 1000, 3);
-        assert!(!congestion.slow_start && congestion.window() <= 2, "{congestion:?}");
-        assert!(congestion.has_room(true));
+        for lost in [Congestion::on_lost_push, Congestion::on_lost_result] {
+            let mut congestion = Congestion::new();
+            rounds(&mut congestion, 6, 10, |congestion, order, orders| {
+                congestion.on_lost_push(order, orders);
+                congestion.on_lost_result(order, orders);
+            });
+            assert!(congestion.slow_start && congestion.window() == 64 * FIRST as usize, "{congestion:?}");
+            rounds(&mut congestion, 1000, 3, lost);
+            assert!(!congestion.slow_start && congestion.window() <= 2, "{congestion:?}");
+            assert!(congestion.has_room(true));
+        }
     }
 
     /// A burst that was lost as a whole halves the window once; what is pushed afterwards counts anew.
@@ -215,9 +244,9 @@ mod tests {
     fn one_cut_for_one_burst() {
         let mut congestion = Congestion { window: 64.0, ..Congestion::new() };
         (0..64).for_each(|_| congestion.on_push());
-        (0..64).for_each(|order| congestion.on_loss(order, 64));
+        (0..64).for_each(|order| congestion.on_lost_push(order, 64));
         assert_eq!(congestion.window(), 32);
-        (64..96).for_each(|order| congestion.on_loss(order, 96));
+        (64..96).for_each(|order| congestion.on_lost_push(order, 96));
         assert_eq!(congestion.window(), 16);
         congestion.on_new_path();
         assert!(congestion.slow_start);

@@ -105,7 +105,7 @@ pub enum Refusal {
     /// A SeqNum that another shard of the node adds.
     Shard,
     /// A block past an aggregator for which the server does not stand in, or has no place left.
-    Place,
+    Bypass,
 }
 
 impl Refusal {
@@ -155,7 +155,7 @@ impl Refusal {
             Refusal::Ack => 11,
             Refusal::Kind => 12,
             Refusal::Shard => 13,
-            Refusal::Place => 14,
+            Refusal::Bypass => 14,
         }
     }
 }
@@ -187,7 +187,7 @@ impl fmt::Display for Refusal {
             Refusal::Ack => write!(f, "an Ack for what was never sent"),
             Refusal::Kind => write!(f, "a packet of a kind that has no business here"),
             Refusal::Shard => write!(f, "a block for another shard, and so for another port"),
-            Refusal::Place => {
+            Refusal::Bypass => {
                 write!(f, "a block past an aggregator for which the server does not stand in, or has no place left")
             }
         }

@@ -258,7 +258,7 @@ fn patience_is_learnt() {
 fn bypass() {
     let mut server = Server::new(Time(0), config(4));
     let bypassed = |server: &Server| server.bypassed().collect::<Vec<_>>();
-    assert_eq!(push(&mut server, Endpoint(1), 0, VALUES[1]), Err(Refusal::Place), "nobody is to go past it");
+    assert_eq!(push(&mut server, Endpoint(1), 0, VALUES[1]), Err(Refusal::Bypass), "nobody is to go past it");
     assert_eq!(bypassed(&server), []);
     beat(&mut server, Endpoint(0), FLAG_LOST);
     assert_eq!(bypassed(&server), [RACK]);
@@ -402,7 +402,7 @@ fn places() {
     // Both racks seem dead, so perhaps the row is. The racks hear from the server now, and worker 0 from its rack; worker 2 does not.
     beat(&mut server, Endpoint(2), FLAG_LOST);
     assert_eq!(bypassed(&server), [ROW]);
-    assert_eq!(push_with(&mut server, Endpoint(0), 0, 0, 1.0), Err(Refusal::Place));
+    assert_eq!(push_with(&mut server, Endpoint(0), 0, 0, 1.0), Err(Refusal::Bypass));
     beat(&mut server, Endpoint(2), FLAG_LOST);
     assert_eq!(bypassed(&server), [ROW]);
     beat(&mut server, RACK, 0);
@@ -412,7 +412,7 @@ fn places() {
     // It is back.
     beat(&mut server, Endpoint(2), 0);
     assert_eq!(bypassed(&server), []);
-    assert_eq!(push_with(&mut server, Endpoint(2), 0, 0, 1.0), Err(Refusal::Place));
+    assert_eq!(push_with(&mut server, Endpoint(2), 0, 0, 1.0), Err(Refusal::Bypass));
 }
 
 /// A node below an aggregator that has no place, and that hears it again, tells only that one: after a while the server takes it for

@@ -475,7 +475,7 @@ impl Worker {
             // A loss counts once, however many nodes ask for the block; and the last blocks that were pushed may still be in
             // flight.
             if !repeated && !due_push && self.next.ahead_of(header.seq) > REORDERED as i32 {
-                self.congestion.on_loss(order, self.clock.orders);
+                self.congestion.on_lost_push(order, self.clock.orders);
             }
             self.again(index, self.rules.hold(Rule::Resend), false);
         } else {
@@ -505,6 +505,7 @@ impl Worker {
         self.made_progress(now);
         self.clock.moved_at = now;
         self.answered(seq);
+        self.congestion.on_result();
         if !repeated {
             self.measure(now.since(sent_at));
             self.congestion.on_round_trip(now, now.since(sent_at));

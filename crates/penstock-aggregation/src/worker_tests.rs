@@ -239,6 +239,29 @@ fn a_loss_counts_once() {
     assert_eq!(worker.congestion_window(), window, "five of eight, and three that may be on their way");
 }
 
+/// Results that do not come, though the server has their blocks, count as lost pushes do, once each: where a link is full of results,
+/// they are lost in the queue before it, and no push is missed.
+#[test]
+fn lost_results_count() {
+    let mut worker = worker(64);
+    (0..64).for_each(|n| assert_eq!(worker.post(Route::Tree), Some(seq(n))));
+    sent(&mut worker, Time(0));
+    // The server has the blocks before `ack`; their results are requested, and do not come. The windows before and after.
+    let miss = |worker: &mut Worker, ack, until| {
+        worker.handle_packet(Time(0), PARENT, &down(Kind::HeartbeatDown, 0, ack, 63, 0)).unwrap();
+        let before = worker.congestion_window();
+        while worker.poll_timeout() < Time(until) {
+            let now = worker.poll_timeout();
+            worker.handle_timeout(now);
+        }
+        (before, worker.congestion_window())
+    };
+    let (before, after) = miss(&mut worker, 1, SECOND);
+    assert_eq!(before, after, "one of eight");
+    let (before, after) = miss(&mut worker, 8, 2 * SECOND);
+    assert_eq!(before / 2, after, "all eight");
+}
+
 /// Whose block is missing sends it again at once; the others wait. Nobody is to send straight because of it.
 #[test]
 fn missing() {

@@ -27,8 +27,8 @@ pub(crate) struct Memory {
 #[derive(Debug)]
 pub(crate) struct Buffers {
     steps: Arc<Steps>,
-    places: Places,
-    /// What [`Places::scratch`] points to: neither longer nor shorter as long as the operation runs.
+    addresses: Addresses,
+    /// What [`Addresses::scratch`] points to: neither longer nor shorter as long as the operation runs.
     scratch: Vec<u8>,
     /// By instance: messages, by operand, that wait for the others of their step, or to be read.
     kept: HashMap<Instance, Vec<Option<Kept>>>,
@@ -36,7 +36,7 @@ pub(crate) struct Buffers {
 
 /// Addresses of an operation's buffers. They may outlive a borrow of these, and not the operation.
 #[derive(Clone, Copy, Debug)]
-struct Places {
+struct Addresses {
     memory: Memory,
     scratch: *mut u8,
 }
@@ -63,26 +63,26 @@ impl Kept {
 // operation ends; the engine's threads use them by turns, or with claims on ranges that do not overlap.
 unsafe impl Send for Buffers {}
 // SAFETY: likewise.
-unsafe impl Send for Places {}
+unsafe impl Send for Addresses {}
 
 impl Buffers {
     /// The buffers of an operation that runs these steps.
     pub(crate) fn new(steps: Arc<Steps>, memory: Memory) -> Buffers {
         let mut scratch = vec![0; steps.scratch_bytes as usize];
-        let places = Places { memory, scratch: scratch.as_mut_ptr() };
-        Buffers { places, scratch, kept: HashMap::new(), steps }
+        let addresses = Addresses { memory, scratch: scratch.as_mut_ptr() };
+        Buffers { addresses, scratch, kept: HashMap::new(), steps }
     }
 
     /// What does with a claimed frame's payload what was decided. It may run on another thread, while the operation goes on.
     pub(crate) fn claimed(&self, verdict: Verdict) -> impl FnOnce(&[u8]) + Send + 'static {
-        let (steps, places) = (self.steps.clone(), self.places);
-        move |payload| places.take(&steps, verdict, payload)
+        let (steps, addresses) = (self.steps.clone(), self.addresses);
+        move |payload| addresses.take(&steps, verdict, payload)
     }
 
     /// Does with bytes of a message, from `offset` on, what was decided.
     pub(crate) fn take(&mut self, verdict: Verdict, offset: u64, payload: &[u8]) {
         match verdict {
-            Verdict::Copy(_) | Verdict::Reduce { .. } => self.places.take(&self.steps, verdict, payload),
+            Verdict::Copy(_) | Verdict::Reduce { .. } => self.addresses.take(&self.steps, verdict, payload),
             Verdict::Keep { instance, operand, total } => {
                 let slot = self.slot(instance, operand);
                 if payload.len() as u64 == total {
@@ -121,12 +121,12 @@ impl Buffers {
     pub(crate) fn computation(&mut self, instance: Instance) -> Computation {
         let slots = self.kept.remove(&instance).unwrap_or_default();
         let kept = (0..).zip(slots).filter_map(|(operand, kept)| kept.map(|kept| (operand, kept))).collect();
-        Computation { steps: self.steps.clone(), places: self.places, instance, kept }
+        Computation { steps: self.steps.clone(), addresses: self.addresses, instance, kept }
     }
 
     /// Where bytes lie.
     pub(crate) fn address(&self, place: Place) -> *mut u8 {
-        self.places.address(place)
+        self.addresses.address(place)
     }
 
     /// Bytes of the engine's own that it holds.
@@ -140,7 +140,7 @@ impl Buffers {
 #[derive(Debug)]
 pub(crate) struct Computation {
     steps: Arc<Steps>,
-    places: Places,
+    addresses: Addresses,
     instance: Instance,
     kept: Vec<(u32, Kept)>,
 }
@@ -154,14 +154,14 @@ impl Computation {
         match &steps.steps[step as usize].action {
             Action::Copy { dst, src } => {
                 let ((to, len), (from, _)) = (dst.segment(segment), src.segment(segment));
-                let to = self.places.address(Place { buf: dst.buf, offset: to });
-                let from = self.places.address(Place { buf: src.buf, offset: from }).cast_const();
+                let to = self.addresses.address(Place { buf: dst.buf, offset: to });
+                let from = self.addresses.address(Place { buf: src.buf, offset: from }).cast_const();
                 // SAFETY: the plan's slices lie in their buffers and do not overlap (proved by its checker).
                 unsafe { std::ptr::copy(from, to, len as usize) };
             }
             Action::Recv { dst, .. } => {
                 let (offset, len) = dst.segment(segment);
-                let place = self.places.address(Place { buf: dst.buf, offset });
+                let place = self.addresses.address(Place { buf: dst.buf, offset });
                 for (operand, kept) in &self.kept {
                     let Kept::Remote(remote) = kept else { continue };
                     // SAFETY: the slice has `len` bytes.
@@ -229,7 +229,7 @@ impl Computation {
                 };
                 *place = (*operand, bytes);
             }
-            self.places.reduce(dst, sources, segment, offset, count, last, |operand| {
+            self.addresses.reduce(dst, sources, segment, offset, count, last, |operand| {
                 places.iter().find(|(known, _)| *known == operand).map_or(std::ptr::null(), |(_, place)| *place)
             });
             offset += count as u64;
@@ -239,7 +239,7 @@ impl Computation {
     }
 }
 
-impl Places {
+impl Addresses {
     /// Does with bytes of a message what was decided, if that is to use them now.
     fn take(self, steps: &Steps, verdict: Verdict, payload: &[u8]) {
         match verdict {

@@ -25,7 +25,7 @@ struct Execution {
 impl Execution {
     fn new(steps: Arc<Steps>, memory: Memory) -> Execution {
         let buffers = Buffers::new(steps.clone(), memory);
-        Execution { operation: Operation::new(steps, buffers.places.memory.dtype.size() as u64), buffers }
+        Execution { operation: Operation::new(steps, buffers.addresses.memory.dtype.size() as u64), buffers }
     }
 
     /// Where bytes from `offset` on of an incoming message belong, if they only have to lie there.

@@ -112,7 +112,7 @@ impl Group {
         self.channel.reprioritise(ticket, priority);
     }
 
-    /// From the next operation on, all-reduces use this algorithm where it fits (`None`: the planner's choice), and this
+    /// From the next operation on, all-reduces use this algorithm where it fits (`None`: chosen by size and hosts), and this
     /// process sends to the group's other ranks on this many streams, if as many are open. All ranks must change the algorithm
     /// between the same two operations of the channel. The number of streams is each sender's own choice, and counts for other groups with
     /// these ranks too.

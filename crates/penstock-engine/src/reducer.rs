@@ -15,7 +15,7 @@
 mod spec;
 
 use spec::check_wire;
-pub use spec::{Gradient, ReducerSpec, ReducerStats, Way};
+pub use spec::{Gradient, ReducerSpec, ReducerStats, Setting};
 
 use crate::pieces::{is_one_piece, round, widen};
 use crate::{Call, Group, Ticket};
@@ -291,17 +291,17 @@ impl Reducer {
     /// # Errors
     /// `Bug`: something is pending or running; nothing has changed. `Config`: a wire dtype that does not fit the gradients, or
     /// an algorithm that all-reduces do not have.
-    pub fn set_way(&self, way: &Way) -> Result<(), Failure> {
-        check_wire(way.wire, self.0.op, &self.0.gradients)?;
+    pub fn apply(&self, setting: &Setting) -> Result<(), Failure> {
+        check_wire(setting.wire, self.0.op, &self.0.gradients)?;
         let exists =
             |one: &Algorithm| *one == Algorithm::Aggregated || Algorithm::of(Collective::AllReduce).contains(one);
-        if let Some(algorithm) = way.algorithm.filter(|one| !exists(one)) {
+        if let Some(algorithm) = setting.algorithm.filter(|one| !exists(one)) {
             return Err(Failure::of_call(FailureKind::Config, format!("there is no all-reduce called {algorithm}.")));
         }
         let mut state = self.lock_idle()?;
-        (state.bucket_bytes, state.wire) = (way.bucket_bytes, way.wire);
+        (state.bucket_bytes, state.wire) = (setting.bucket_bytes, setting.wire);
         // The lock is held: operations that start later come after this in the engine's queue.
-        self.0.buckets.retune(way.algorithm, way.streams);
+        self.0.buckets.retune(setting.algorithm, setting.streams);
         Ok(())
     }
 

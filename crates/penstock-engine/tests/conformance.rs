@@ -1225,8 +1225,8 @@ fn a_message_of_a_failed_group_is_not_taken() {
     });
 }
 
-/// A way to a rank that a test can cut.
-struct Way {
+/// Stands before a rank; a test can cut it.
+struct Proxy {
     address: SocketAddr,
     /// Both ends of what is connected now.
     open: Arc<Mutex<Vec<TcpStream>>>,
@@ -1238,18 +1238,18 @@ struct Way {
     turned_away: Arc<AtomicUsize>,
 }
 
-impl Way {
-    fn to(address: SocketAddr) -> Way {
+impl Proxy {
+    fn to(address: SocketAddr) -> Proxy {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-        let way = Way {
+        let proxy = Proxy {
             address: listener.local_addr().expect("bound"),
             open: Arc::default(),
             drops: Arc::default(),
             closed: Arc::default(),
             turned_away: Arc::default(),
         };
-        let (open, drops, closed) = (way.open.clone(), way.drops.clone(), way.closed.clone());
-        let turned_away = way.turned_away.clone();
+        let (open, drops, closed) = (proxy.open.clone(), proxy.drops.clone(), proxy.closed.clone());
+        let turned_away = proxy.turned_away.clone();
         std::thread::spawn(move || {
             for near in listener.incoming().flatten() {
                 let Some(far) = TcpStream::connect(address).ok().filter(|_| !closed.load(Ordering::SeqCst)) else {
@@ -1272,7 +1272,7 @@ impl Way {
                 }
             }
         });
-        way
+        proxy
     }
 
     /// The ends that are connected to engines.
@@ -1307,25 +1307,25 @@ fn ports_of_streams_that_were_turned_away() -> Vec<u16> {
     let medium = Medium::Tcp { streams: 8, checksum: false };
     let engines: Vec<Engine> = (0..2).map(|rank| Engine::start(&config(rank, medium)).expect("starts")).collect();
     let mut members = contacts(&engines, medium);
-    let ways: Vec<Way> = members.iter().map(|member| Way::to(member.tcp[0])).collect();
-    for (member, way) in members.iter_mut().zip(&ways) {
-        member.tcp = vec![way.address];
-        way.closed.store(true, Ordering::SeqCst);
+    let proxies: Vec<Proxy> = members.iter().map(|member| Proxy::to(member.tcp[0])).collect();
+    for (member, proxy) in members.iter_mut().zip(&proxies) {
+        member.tcp = vec![proxy.address];
+        proxy.closed.store(true, Ordering::SeqCst);
     }
     let (_groups, tickets) = join_as(next_id(), &engines, &members, |_| b"secret".to_vec());
     // One of the two connects, all its streams.
-    while ways.iter().map(|way| way.turned_away.load(Ordering::SeqCst)).sum::<usize>() < 8 {
+    while proxies.iter().map(|proxy| proxy.turned_away.load(Ordering::SeqCst)).sum::<usize>() < 8 {
         std::thread::yield_now();
     }
-    for way in &ways {
-        way.closed.store(false, Ordering::SeqCst);
+    for proxy in &proxies {
+        proxy.closed.store(false, Ordering::SeqCst);
     }
     for ticket in tickets {
         wait(&ticket).expect("joined");
     }
     let mut ports = Vec::new();
     while ports.len() < 8 {
-        let open = ways.iter().flat_map(|way| way.near_ends());
+        let open = proxies.iter().flat_map(|proxy| proxy.near_ends());
         ports = open.filter_map(|near| Some(near.peer_addr().ok()?.port())).collect();
     }
     ports.sort_unstable();
@@ -1342,9 +1342,9 @@ fn an_end_without_streams() {
             (0..2).map(|rank| Engine::start(&config(rank, medium)).expect("starts")).collect();
         // Which one of the two connects is a matter of chance; with both ways cut it does not matter.
         let mut members = contacts(&engines, medium);
-        let ways: Vec<Way> = members.iter().map(|member| Way::to(member.tcp[0])).collect();
-        for (member, way) in members.iter_mut().zip(&ways) {
-            member.tcp = vec![way.address];
+        let proxies: Vec<Proxy> = members.iter().map(|member| Proxy::to(member.tcp[0])).collect();
+        for (member, proxy) in members.iter_mut().zip(&proxies) {
+            member.tcp = vec![proxy.address];
         }
         let (groups, tickets) = join_as(next_id(), &engines, &members, |_| b"secret".to_vec());
         for ticket in tickets {
@@ -1352,16 +1352,16 @@ fn an_end_without_streams() {
         }
         let [from, to] = if turned { [1, 0] } else { [0, 1] };
         let (input, mut output) = (filled(from, 5), vec![0; 5]);
-        for way in &ways {
-            way.drops.store(true, Ordering::SeqCst);
+        for proxy in &proxies {
+            proxy.drops.store(true, Ordering::SeqCst);
         }
         let send = message(Collective::Send { to }, 20, &input, &mut []);
         // SAFETY: the buffer outlives the wait, and is copied.
         wait(&unsafe { groups[from as usize].start(send) }).expect("it is copied");
         let began = Instant::now();
         engines[from as usize].begin_stop(true);
-        for way in &ways {
-            way.cut(for_good);
+        for proxy in &proxies {
+            proxy.cut(for_good);
         }
         engines[from as usize].stop();
         assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
@@ -1634,9 +1634,9 @@ fn nothing_is_kept_of_a_peer_that_is_gone() {
     for dies in [false, true] {
         let engines: Vec<Engine> = (0..2).map(|rank| Engine::start(&config(rank, medium)).expect("starts")).collect();
         let mut members = contacts(&engines, medium);
-        let ways: Vec<Way> = members.iter().map(|member| Way::to(member.tcp[0])).collect();
-        for (member, way) in members.iter_mut().zip(&ways) {
-            member.tcp = vec![way.address];
+        let proxies: Vec<Proxy> = members.iter().map(|member| Proxy::to(member.tcp[0])).collect();
+        for (member, proxy) in members.iter_mut().zip(&proxies) {
+            member.tcp = vec![proxy.address];
         }
         let (groups, tickets) = join_as(next_id(), &engines, &members, |_| b"secret".to_vec());
         tickets.iter().for_each(|ticket| wait(ticket).expect("joined"));
@@ -1654,11 +1654,11 @@ fn nothing_is_kept_of_a_peer_that_is_gone() {
         let receipt = unsafe { world.groups[1].start(receive) };
         until(&world, |now| now[0].remembered_operations == 2 && now[0].early_messages == 1);
         if dies {
-            ways.iter().for_each(|way| way.drops.store(true, Ordering::SeqCst));
+            proxies.iter().for_each(|proxy| proxy.drops.store(true, Ordering::SeqCst));
         }
         send(0).expect("it is copied");
         if dies {
-            ways.iter().for_each(|way| way.cut(true));
+            proxies.iter().for_each(|proxy| proxy.cut(true));
             wait(&receipt).expect_err("rank 0 is lost");
         } else {
             drop(world.engines.pop());

@@ -4,7 +4,7 @@ use fastrand::Rng;
 use penstock_engine::fingerprint::{Fingerprint, Name};
 use penstock_engine::plan::buckets::{Entry, pack};
 use penstock_engine::plan::{Algorithm, Collective};
-use penstock_engine::{Call, Config, Engine, Gradient, Group, GroupSpec, Reducer, ReducerSpec, Ticket, Way};
+use penstock_engine::{Call, Config, Engine, Gradient, Group, GroupSpec, Reducer, ReducerSpec, Setting, Ticket};
 use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, Priority, ReduceOp};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -191,7 +191,7 @@ fn another_way_in_every_step() {
     let lengths = [70_000, 3, 20_000];
     let ranks = Ranks::new(4, false, &lengths, |_| {});
     let (f16, ring, halving) = (Some(DType::F16), Some(Algorithm::Ring), Some(Algorithm::HalvingDoubling));
-    let ways = [
+    let settings = [
         (1 << 20, None, None, 3),
         (1 << 16, None, halving, 1),
         (1 << 16, f16, ring, 2),
@@ -202,10 +202,10 @@ fn another_way_in_every_step() {
         let peers = ranks.engines[rank].stats().expect("it runs").peers;
         (0..3).map(|at| peers.iter().map(|peer| peer.streams[at].1.sent_bytes).sum()).collect()
     };
-    for (step, (bucket_bytes, wire, algorithm, streams)) in ways.into_iter().enumerate() {
+    for (step, (bucket_bytes, wire, algorithm, streams)) in settings.into_iter().enumerate() {
         let before: Vec<_> = (0..4).map(|rank| (ranks.reducers[rank].stats().buckets, sent(rank))).collect();
         for reducer in &ranks.reducers {
-            reducer.set_way(&Way { bucket_bytes, wire, algorithm, streams }).expect("between two steps");
+            reducer.apply(&Setting { bucket_bytes, wire, algorithm, streams }).expect("between two steps");
         }
         // Up to 2000 in all, which float16 holds exactly.
         let value = |rank: usize, index: usize| ((rank * 100 + index + step) % 500) as f32;
@@ -329,7 +329,7 @@ fn errors() {
     let twice = submit(0, 0).expect_err("pending");
     assert!(twice.message.contains("the gradient of layer 0 is submitted while") && twice.group_lives, "{twice}");
     submit(0, 2).expect_err("there are two");
-    let early = ranks.reducers[0].set_way(&Way { bucket_bytes: 1, wire: None, algorithm: None, streams: 1 });
+    let early = ranks.reducers[0].apply(&Setting { bucket_bytes: 1, wire: None, algorithm: None, streams: 1 });
     let early = early.expect_err("one is pending");
     assert!(early.message.contains("between two steps only") && early.group_lives, "{early}");
     let waiting = ranks.reducers[0].flush();

@@ -8,23 +8,24 @@ use std::net::SocketAddr;
 
 /// The address of a node in a job's tree. A node with several shards listens on as many ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
-    pub(crate) address: SocketAddr,
+pub(crate) struct NodeAddress {
+    /// Of the first shard; the others have the ports behind it.
+    pub(crate) first: SocketAddr,
     pub(crate) shards: u32,
 }
 
-impl Place {
+impl NodeAddress {
     /// The address at which the node takes SeqNum `seq`.
     pub(crate) fn of(self, seq: u32) -> SocketAddr {
-        let mut address = self.address;
+        let mut address = self.first;
         // The last port was checked to be valid.
         address.set_port(address.port() + (seq & (self.shards - 1)) as u16);
         address
     }
 
     /// No address: a worker that pushes and pulls over streams.
-    pub(crate) const STREAM: Place =
-        Place { address: SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0), shards: 1 };
+    pub(crate) const STREAM: NodeAddress =
+        NodeAddress { first: SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0), shards: 1 };
 
     fn ports(self) -> impl Iterator<Item = SocketAddr> {
         (0..self.shards).map(move |shard| self.of(shard))
@@ -52,7 +53,7 @@ pub(crate) struct Admitted {
     /// Aggregator: the parent, the children, and the server if that is not the parent. Server: all workers by number, then the
     /// aggregators.
     pub(crate) nodes: Vec<Listed>,
-    /// The node's number for every port of every place.
+    /// The node's number for every port of every address.
     pub(crate) endpoints: HashMap<SocketAddr, Endpoint>,
     pub(crate) role: RoleJob,
 }
@@ -60,7 +61,7 @@ pub(crate) struct Admitted {
 /// A node of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Listed {
-    pub(crate) place: Place,
+    pub(crate) address: NodeAddress,
     pub(crate) kind: Kind,
     /// The workers at or below it, for reports: such as "0-3,7".
     pub(crate) workers: String,
@@ -124,7 +125,7 @@ struct AggregatorBody {
     done: DoneBody,
     #[serde(default)]
     start: u32,
-    parent: PlaceBody,
+    parent: AddressBody,
     children: Vec<ChildBody>,
     /// With `server`: bitmaps name the children of a hop, and this is the node's place among its parent's.
     place: Option<usize>,
@@ -173,7 +174,7 @@ enum Names {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct PlaceBody {
+struct AddressBody {
     address: String,
     #[serde(default = "one")]
     shards: u32,
@@ -192,7 +193,7 @@ struct ChildBody {
 #[serde(untagged, deny_unknown_fields)]
 enum Branch {
     Worker { worker: u16 },
-    Aggregator { aggregator: PlaceBody, children: Vec<Branch> },
+    Aggregator { aggregator: AddressBody, children: Vec<Branch> },
 }
 
 fn one() -> u32 {
@@ -232,14 +233,14 @@ pub(crate) fn aggregator_job(job: u32, body: &[u8], here: SocketAddr) -> Result<
             child.bitmap(&what, names.iter().fold(0, |all, name| all | name))?
         };
         names.push(name);
-        book.add(&what, &PlaceBody { address: child.address.clone(), shards: child.shards }, kind, workers)?;
+        book.add(&what, &AddressBody { address: child.address.clone(), shards: child.shards }, kind, workers)?;
     }
     let server = match &server {
         None => None,
         Some(address) if *address == parent.address => Some(Endpoint(0)),
         Some(address) => {
-            let place = PlaceBody { address: address.clone(), shards: 1 };
-            Some(book.add("server", &place, Kind::Server, String::new())?)
+            let body = AddressBody { address: address.clone(), shards: 1 };
+            Some(book.add("server", &body, Kind::Server, String::new())?)
         }
     };
     let name = place.map_or_else(|| names.iter().fold(0, |all, name| all | name), |place| 1 << place);
@@ -285,11 +286,11 @@ pub(crate) fn server_job(job: u32, body: &[u8], here: SocketAddr) -> Result<Admi
     let mut book = Book::new(here);
     for (i, address) in workers.iter().enumerate() {
         if address == "stream" {
-            book.nodes.push(Listed { place: Place::STREAM, kind: Kind::Stream, workers: i.to_string() });
+            book.nodes.push(Listed { address: NodeAddress::STREAM, kind: Kind::Stream, workers: i.to_string() });
             continue;
         }
-        let place = PlaceBody { address: address.clone(), shards: 1 };
-        book.add(&format!("workers[{i}]"), &place, Kind::Worker, i.to_string())?;
+        let body = AddressBody { address: address.clone(), shards: 1 };
+        book.add(&format!("workers[{i}]"), &body, Kind::Worker, i.to_string())?;
     }
     let children = tree.iter().map(|branch| book.branch(branch, naming)).collect::<Result<_, String>>()?;
     let tree = Tree { children };
@@ -372,7 +373,7 @@ fn read_key(key: Option<String>) -> Result<Option<Key>, String> {
     key.map(|hex| unhex(&hex).map(Key).ok_or_else(|| "key: 32 hex digits or null are needed".into())).transpose()
 }
 
-/// Collects places and numbers them.
+/// Collects nodes and numbers them.
 struct Book {
     here: SocketAddr,
     nodes: Vec<Listed>,
@@ -384,8 +385,8 @@ impl Book {
         Book { here, nodes: Vec::new(), endpoints: HashMap::new() }
     }
 
-    fn add(&mut self, what: &str, body: &PlaceBody, kind: Kind, workers: String) -> Result<Endpoint, String> {
-        let PlaceBody { address: text, shards } = body;
+    fn add(&mut self, what: &str, body: &AddressBody, kind: Kind, workers: String) -> Result<Endpoint, String> {
+        let AddressBody { address: text, shards } = body;
         let address: SocketAddr = text
             .parse()
             .map_err(|_| format!("{what}: {text:?} is not an address and a port, such as 10.0.0.1:7471"))?;
@@ -401,14 +402,14 @@ impl Book {
         if u32::from(address.port()) + shards - 1 > 65535 {
             return Err(format!("{what}: {shards} shards from port {} on lead beyond 65535", address.port()));
         }
-        let place = Place { address, shards: *shards };
+        let address = NodeAddress { first: address, shards: *shards };
         let endpoint = Endpoint(self.nodes.len() as u32);
-        for port in place.ports() {
+        for port in address.ports() {
             if let Some(other) = self.endpoints.insert(port, endpoint) {
                 return Err(format!("{what}: {port} is also the address of node {}", other.0));
             }
         }
-        self.nodes.push(Listed { place, kind, workers });
+        self.nodes.push(Listed { address, kind, workers });
         Ok(endpoint)
     }
 
@@ -477,7 +478,7 @@ mod tests {
             [Some(0), Some(1), Some(1)]
         );
         assert_eq!([endpoint("10.0.0.3:300"), endpoint("10.0.0.2:204")], [Some(2), None]);
-        assert_eq!(job.nodes[1].place.of(6).to_string(), "10.0.0.2:202");
+        assert_eq!(job.nodes[1].address.of(6).to_string(), "10.0.0.2:202");
         let job = server(SERVER).unwrap();
         assert_eq!(shown(&job), "0 1 2 1-2");
         let RoleJob::Server { tree, naming: Naming::Workers, workers: 3, held_blocks: None } = &job.role else {

@@ -40,8 +40,8 @@ pub struct Config {
     /// Whether UDP trains go through the kernel in one piece (GSO, GRO). Off for measurements that count packets on an
     /// interface.
     pub offloads: bool,
-    /// The kernel's receive buffer of each socket, and on an aggregator also the send buffer. Too small: packets are lost at
-    /// full rate although Credit allows them (`kernel_dropped`).
+    /// The kernel's receive buffer of each socket. Too small: packets are lost at full rate although Credit allows them
+    /// (`kernel_dropped`).
     pub buffer_bytes: usize,
     /// A job from which nothing came for this long is closed.
     pub forget_after: Duration,

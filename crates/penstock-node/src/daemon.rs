@@ -264,10 +264,9 @@ fn bind_at(config: &Config, mut address: SocketAddr) -> Result<(Vec<Datagrams>, 
         let mut port = address;
         port.set_port(address.port().checked_add(shard).filter(|port| *port != 0 || shard == 0).unwrap_or(0));
         let socket = Datagrams::bind(port, config.offloads, config.buffer_bytes).map_err(failed(port, "UDP"))?;
-        if config.role == Role::Server {
-            // Results that are requested again leave before those of later blocks.
-            socket.set_send_buffer(SHORT_SEND_BUFFER).map_err(failed(port, "UDP"))?;
-        }
+        // What waits here is not dropped, as in a host's own full queue; and results that are requested again leave before those of
+        // later blocks.
+        socket.set_send_buffer(SHORT_SEND_BUFFER).map_err(failed(port, "UDP"))?;
         if shard == 0 {
             address = socket.local_addr();
         }

@@ -117,10 +117,10 @@ pub(crate) fn serve(
 
 /// The open connections.
 #[derive(Default)]
-struct Connections(Mutex<Places>);
+struct Connections(Mutex<Table>);
 
 #[derive(Default)]
-struct Places {
+struct Table {
     /// Connections whose request is incomplete, or whose answer was sent; the oldest comes first.
     waiting: VecDeque<Arc<TcpStream>>,
     /// How many connections are being answered.
@@ -130,39 +130,39 @@ struct Places {
 impl Connections {
     /// Adds a connection. Returns false if all are being answered; otherwise the oldest other one may be closed for it.
     fn enter(&self, stream: &Arc<TcpStream>) -> bool {
-        let mut places = self.places();
-        if places.waiting.len() + places.answered >= CONNECTIONS && !places.drop_oldest() {
+        let mut table = self.lock();
+        if table.waiting.len() + table.answered >= CONNECTIONS && !table.drop_oldest() {
             return false;
         }
-        places.waiting.push_back(Arc::clone(stream));
+        table.waiting.push_back(Arc::clone(stream));
         true
     }
 
     /// Closes the oldest connection that is not being answered, which frees its descriptor.
     fn make_room(&self) {
-        self.places().drop_oldest();
+        self.lock().drop_oldest();
     }
 
     /// The request is complete. Returns false if the connection was closed for another one in the meantime.
     fn is_read(&self, stream: &Arc<TcpStream>) -> bool {
-        let mut places = self.places();
-        let is_here = places.take(stream);
-        places.answered += usize::from(is_here);
+        let mut table = self.lock();
+        let is_here = table.take(stream);
+        table.answered += usize::from(is_here);
         is_here
     }
 
     fn leave(&self, stream: &Arc<TcpStream>) {
-        self.places().take(stream);
+        self.lock().take(stream);
     }
 
     /// The answer was sent, and may not have been read yet.
     fn is_answered(&self, stream: &Arc<TcpStream>) {
-        let mut places = self.places();
-        places.answered -= 1;
-        places.waiting.push_back(Arc::clone(stream));
+        let mut table = self.lock();
+        table.answered -= 1;
+        table.waiting.push_back(Arc::clone(stream));
     }
 
-    fn places(&self) -> MutexGuard<'_, Places> {
+    fn lock(&self) -> MutexGuard<'_, Table> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -179,7 +179,7 @@ impl Drop for Answered<'_> {
     }
 }
 
-impl Places {
+impl Table {
     fn drop_oldest(&mut self) -> bool {
         let Some(oldest) = self.waiting.pop_front() else { return false };
         // Its thread reads the end of the stream and ends.
@@ -204,7 +204,7 @@ fn converse(
     if !connections.is_read(stream) {
         return Err(io::ErrorKind::ConnectionAborted.into());
     }
-    let place = Answered { connections, stream };
+    let answering = Answered { connections, stream };
     let answered = (|| {
         let response = match read {
             Ok(request) => handle(&request),
@@ -213,7 +213,7 @@ fn converse(
         };
         response.write(&mut &**stream)
     })();
-    drop(place);
+    drop(answering);
     answered?;
     // Unread bytes would make the kernel reset the connection before the answer arrives.
     stream.shutdown(Shutdown::Write)?;

@@ -182,7 +182,7 @@ const OPTIONS: &[NodeOption] = &[
         name: "buffer",
         value: Some("BYTES"),
         default: Some("16M"),
-        help: "The kernel's buffers of each socket.",
+        help: "The kernel's receive buffer of each socket.",
         roles: BOTH,
         read: |config, text| parse_bytes(text).map(|bytes| config.buffer_bytes = bytes),
     },

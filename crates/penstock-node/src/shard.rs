@@ -339,12 +339,12 @@ impl Known {
 
     /// The address at which the node takes SeqNum `seq`.
     fn at(&self, seq: u32) -> SocketAddr {
-        self.listed.place.of(seq)
+        self.listed.address.of(seq)
     }
 
     fn report(&self, now: Time) -> NodeReport {
         NodeReport {
-            address: self.listed.place.address,
+            address: self.listed.address.first,
             kind: self.listed.kind.name(),
             workers: self.listed.workers.clone(),
             packets: self.packets,

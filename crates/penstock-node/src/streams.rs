@@ -124,13 +124,13 @@ struct Pushed {
     is_told: bool,
 }
 
-/// Where a push goes.
-enum Place {
+/// What a push is to its buffer.
+enum Arrival {
     /// Its blocks were accepted already.
     Accepted,
-    /// The same push waits there.
+    /// The same push waits for them.
     Same,
-    /// Nothing was pushed there. It has so many blocks.
+    /// The first. It has so many blocks.
     New(u32),
 }
 
@@ -173,14 +173,14 @@ impl Stream {
     fn push(&mut self, name: Name, body: Body, answer: Answer<()>) {
         let bytes = (*body).as_ref();
         let shape = (bytes.len(), crc32c::crc32c(bytes), name.format);
-        match self.place_for(name.number, shape) {
+        match self.arrival(name.number, shape) {
             Err(why) => answer(Err(why)),
-            Ok(Place::Accepted) => answer(Ok(())),
-            Ok(Place::Same) => {
+            Ok(Arrival::Accepted) => answer(Ok(())),
+            Ok(Arrival::Same) => {
                 let buffer = self.at(name.number).expect("it was looked at");
                 wait(&mut buffer.pushes, answer, |oldest| oldest(Err(AGAIN.into())));
             }
-            Ok(Place::New(blocks)) => {
+            Ok(Arrival::New(blocks)) => {
                 let buffer = self.at(name.number).expect("it was looked at");
                 (buffer.bytes, buffer.sum, buffer.format) = shape;
                 buffer.blocks = blocks;
@@ -190,11 +190,11 @@ impl Stream {
         }
     }
 
-    /// Where a push goes that has so many bytes, this CRC32C and this format, or why it is refused.
-    fn place_for(&mut self, number: u64, (bytes, sum, format): (usize, u32, Option<Format>)) -> Result<Place, String> {
+    /// What a push with so many bytes, this CRC32C and this format is, or why it is refused.
+    fn arrival(&mut self, number: u64, (bytes, sum, format): (usize, u32, Option<Format>)) -> Result<Arrival, String> {
         let (first, block_bytes) = (self.first, self.block_bytes);
         if number < first {
-            return Ok(Place::Accepted);
+            return Ok(Arrival::Accepted);
         }
         let why = self.why_broken(number);
         let Some(buffer) = self.at(number) else { return Err(too_far(number, first)) };
@@ -206,7 +206,7 @@ impl Stream {
             }
             why.map_or(Ok(()), Err)?;
             self.make_room(number, bytes)?;
-            return Ok(Place::New(bytes.div_ceil(block_bytes) as u32));
+            return Ok(Arrival::New(bytes.div_ceil(block_bytes) as u32));
         }
         // A client that was cut off does not know whether its push has come.
         if buffer.bytes != bytes || buffer.format != format {
@@ -218,9 +218,9 @@ impl Stream {
             ));
         }
         match (buffer.body.is_some(), why) {
-            (false, _) => Ok(Place::Accepted),
+            (false, _) => Ok(Arrival::Accepted),
             (true, Some(why)) => Err(why),
-            (true, None) => Ok(Place::Same),
+            (true, None) => Ok(Arrival::Same),
         }
     }
 

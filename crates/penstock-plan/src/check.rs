@@ -17,7 +17,7 @@
 
 use std::collections::HashMap;
 
-pub use crate::violation::{Place, Violation};
+pub use crate::violation::{InstanceId, Violation};
 use crate::{
     Action, Algorithm, Buf, Collective, EAGER_LIMIT_BYTES, Operand, Order, Request, Slice, Steps, WireBytes,
     crossing_bytes, hops,
@@ -77,7 +77,7 @@ pub fn check(requests: &[Request], algorithm: Algorithm, plans: &[Steps], rules:
         }
     }
     for instance in &instances {
-        check_shape(instance, &requests[instance.place.rank as usize], plans, rules)?;
+        check_shape(instance, &requests[instance.id.rank as usize], plans, rules)?;
     }
     let order = runnable_order(&instances)?;
     check_races(&instances, &ordered_before(&instances, &order))?;
@@ -96,9 +96,9 @@ pub fn check(requests: &[Request], algorithm: Algorithm, plans: &[Steps], rules:
 
 /// Checks an instance on its own.
 fn check_shape(instance: &Instance<'_>, request: &Request, plans: &[Steps], rules: &Rules) -> Result<(), Violation> {
-    let place = instance.place;
-    let plan = &plans[place.rank as usize];
-    let segments = plan.steps[place.step as usize].segments;
+    let id = instance.id;
+    let plan = &plans[id.rank as usize];
+    let segments = plan.steps[id.step as usize].segments;
     let mut slices: Vec<&Slice> = Vec::new();
     match instance.action {
         Action::Send { src: slice, .. }
@@ -115,11 +115,11 @@ fn check_shape(instance: &Instance<'_>, request: &Request, plans: &[Steps], rule
             // A message from another host waits for the other messages of its step, wherever they come from.
             let from_afar = |source: &Operand| match source {
                 Operand::Local(_) => false,
-                Operand::Message { from, .. } => !request.placement.share_host(*from, place.rank),
+                Operand::Message { from, .. } => !request.placement.share_host(*from, id.rank),
             };
             let held = instance.takes.len() > 1 && sources.iter().any(from_afar);
             if held && dst.len > rules.eager_limit_bytes {
-                return Err(Violation::Hold { place, bytes: dst.len });
+                return Err(Violation::Hold { id, bytes: dst.len });
             }
         }
         Action::Notify { .. } | Action::Await { .. } => {}
@@ -133,12 +133,12 @@ fn check_shape(instance: &Instance<'_>, request: &Request, plans: &[Steps], rule
         };
         let area = instance.area(slice);
         if area.len != instance.bytes {
-            return Err(Violation::Length { place, bytes: instance.bytes, other: place, other_bytes: area.len });
+            return Err(Violation::Length { id, bytes: instance.bytes, other: id, other_bytes: area.len });
         }
         let whole_elements = area.start.is_multiple_of(element_bytes) && area.len.is_multiple_of(element_bytes);
         let cuts_elements = segments > 1 && slice.segment_bytes % 16 != 0;
         if area.end() > buffer_bytes || cuts_elements || !whole_elements {
-            return Err(Violation::Bounds { place, slice: *slice, buffer_bytes });
+            return Err(Violation::Bounds { id, slice: *slice, buffer_bytes });
         }
     }
     let Some(target) = instance.writes() else { return Ok(()) };
@@ -148,7 +148,7 @@ fn check_shape(instance: &Instance<'_>, request: &Request, plans: &[Steps], rule
     });
     let keeps_tensor = matches!(request.collective, Collective::Reduce { root } if root != request.rank);
     if target.buf == Buf::Input || clobbers_operand || (keeps_tensor && target.buf == Buf::Output) {
-        return Err(Violation::Write { place, buf: target.buf, start: target.start, end: target.end() });
+        return Err(Violation::Write { id, buf: target.buf, start: target.start, end: target.end() });
     }
     Ok(())
 }
@@ -187,7 +187,7 @@ fn runnable_order(instances: &[Instance<'_>]) -> Result<Vec<u32>, Violation> {
         return Ok(order);
     }
     let stuck = (0..instances.len()).filter(|&index| waits_for[index] > 0);
-    Err(Violation::Deadlock { places: stuck.map(|index| instances[index].place).collect() })
+    Err(Violation::Deadlock { instances: stuck.map(|index| instances[index].id).collect() })
 }
 
 /// For each instance, the instances that are certainly done when it starts to touch bytes: those that it waits for, and
@@ -206,7 +206,7 @@ fn ordered_before(instances: &[Instance<'_>], order: &[u32]) -> Vec<Vec<u64>> {
         // The server has committed what this rank pushed when the result is here, so the pushed bytes are not read again.
         let own = |push: &&u32| {
             let pusher = &instances[**push as usize];
-            matches!(pusher.action, Action::Push { .. }) && pusher.place.rank == instance.place.rank
+            matches!(pusher.action, Action::Push { .. }) && pusher.id.rank == instance.id.rank
         };
         for &earlier in instance.after.iter().chain(instance.takes.iter().filter(own)) {
             set[earlier as usize / 64] |= 1 << (earlier % 64);
@@ -234,7 +234,7 @@ fn check_races(instances: &[Instance<'_>], before: &[Vec<u64>]) -> Result<(), Vi
     for (index, instance) in (0..).zip(instances) {
         let reads = instance.reads().into_iter().map(|area| (area, false));
         for (area, writes) in reads.chain(instance.writes().map(|area| (area, true))) {
-            accesses.entry((instance.place.rank, area.buf)).or_default().push(Access { index, area, writes });
+            accesses.entry((instance.id.rank, area.buf)).or_default().push(Access { index, area, writes });
         }
     }
     for accesses in accesses.values_mut() {
@@ -247,8 +247,8 @@ fn check_races(instances: &[Instance<'_>], before: &[Vec<u64>]) -> Result<(), Vi
                     || finished_before(b.index, a.index);
                 if !ordered {
                     return Err(Violation::Race {
-                        place: instances[a.index as usize].place,
-                        other: instances[b.index as usize].place,
+                        id: instances[a.index as usize].id,
+                        other: instances[b.index as usize].id,
                         buf: a.area.buf,
                         start: b.area.start,
                         end: a.area.end().min(b.area.end()),
@@ -429,11 +429,11 @@ fn check_values(
     for &index in order {
         let instance = &instances[index as usize];
         let read = |area: Area| {
-            match memory.get(&(instance.place.rank, area.buf)) {
+            match memory.get(&(instance.id.rank, area.buf)) {
                 None => Err(area.start),
                 Some(contents) => contents.read(area.start, area.end()),
             }
-            .map_err(|at| Violation::Undefined { place: instance.place, buf: area.buf, at })
+            .map_err(|at| Violation::Undefined { id: instance.id, buf: area.buf, at })
         };
         let made = match instance.action {
             Action::Notify { .. } | Action::Await { .. } => continue,
@@ -444,7 +444,7 @@ fn check_values(
             Action::Pull { .. } => {
                 let operands: Vec<_> = instance.takes.iter().map(|push| sent[push].clone()).collect();
                 reduce_runs(&mut expressions, &operands, true).map_err(|(what, at)| Violation::Reduction {
-                    place: instance.place,
+                    id: instance.id,
                     what,
                     at,
                 })?
@@ -463,14 +463,14 @@ fn check_values(
                     });
                 }
                 reduce_runs(&mut expressions, &operands, *last).map_err(|(what, at)| Violation::Reduction {
-                    place: instance.place,
+                    id: instance.id,
                     what,
                     at,
                 })?
             }
         };
         let place = instance.writes().expect("a step that makes bytes writes them");
-        memory.entry((instance.place.rank, place.buf)).or_default().write(place.start, place.end(), &made);
+        memory.entry((instance.id.rank, place.buf)).or_default().write(place.start, place.end(), &made);
     }
     for rank in 0..requests.len() as u32 {
         let contents = memory.remove(&(rank, Buf::Output)).unwrap_or_default();
@@ -595,7 +595,7 @@ fn check_barrier(world: usize, instances: &[Instance<'_>], order: &[u32]) -> Res
         (0..world).map(|rank| (0..world).map(|other| other == rank).collect()).collect();
     for &index in order {
         let instance = &instances[index as usize];
-        let rank = instance.place.rank as usize;
+        let rank = instance.id.rank as usize;
         let mut known = vec![false; world];
         known[rank] = true;
         for &earlier in instance.after.iter().chain(&instance.takes) {
@@ -616,7 +616,7 @@ fn check_wire_bytes(requests: &[Request], algorithm: Algorithm, instances: &[Ins
     let mut moved = vec![WireBytes::default(); requests.len()];
     let mut crossing = moved.clone();
     for instance in instances {
-        let from = instance.place.rank;
+        let from = instance.id.rank;
         let to = match instance.action {
             Action::Send { to, .. } => to,
             Action::Push { .. } => {

@@ -96,14 +96,14 @@ pub fn execute(plans: &[Steps], memory: &mut [Memory], reduce: &mut ReduceFn<'_>
                 run.take(index);
             }
             Action::Push { src, .. } => {
-                let bytes = memory[instance.place.rank as usize].area(instance.area(src));
+                let bytes = memory[instance.id.rank as usize].area(instance.area(src));
                 run.copies[index as usize] = Some(bytes.to_vec());
                 run.finish(index);
                 run.take(index);
             }
             Action::Send { src, .. } => {
                 if rng.bool() {
-                    let bytes = memory[instance.place.rank as usize].area(instance.area(src));
+                    let bytes = memory[instance.id.rank as usize].area(instance.area(src));
                     run.copies[index as usize] = Some(bytes.to_vec());
                     run.finish(index);
                 }
@@ -113,7 +113,7 @@ pub fn execute(plans: &[Steps], memory: &mut [Memory], reduce: &mut ReduceFn<'_>
             Action::Recv { .. } | Action::Copy { .. } | Action::Reduce { .. } | Action::Pull { .. } => {
                 let result = result_of(instance, &instances, &mut run.copies, memory, reduce);
                 let place = instance.writes().expect("a step that makes bytes writes them");
-                memory[instance.place.rank as usize].area_mut(place).copy_from_slice(&result);
+                memory[instance.id.rank as usize].area_mut(place).copy_from_slice(&result);
                 run.finish(index);
                 for &send in &instance.takes {
                     if !run.done[send as usize] {
@@ -127,7 +127,7 @@ pub fn execute(plans: &[Steps], memory: &mut [Memory], reduce: &mut ReduceFn<'_>
     if stuck.is_empty() {
         return Ok(());
     }
-    Err(Violation::Deadlock { places: stuck.into_iter().map(|(_, instance)| instance.place).collect() })
+    Err(Violation::Deadlock { instances: stuck.into_iter().map(|(_, instance)| instance.id).collect() })
 }
 
 /// State of the instances; all lists are indexed like them.
@@ -185,10 +185,10 @@ fn result_of(
     let mut messages = instance.takes.iter().map(|&send| {
         copies[send as usize].take().unwrap_or_else(|| {
             let sender = &instances[send as usize];
-            memory[sender.place.rank as usize].area(sender.reads()[0]).to_vec()
+            memory[sender.id.rank as usize].area(sender.reads()[0]).to_vec()
         })
     });
-    let own = &memory[instance.place.rank as usize];
+    let own = &memory[instance.id.rank as usize];
     match instance.action {
         Action::Copy { src, .. } => own.area(instance.area(src)).to_vec(),
         Action::Reduce { sources, last, .. } => {

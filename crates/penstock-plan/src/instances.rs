@@ -5,12 +5,12 @@ use std::collections::HashMap;
 
 use crate::{
     Action, Buf, Dep, Operand, Slice, Steps,
-    violation::{Place, Violation},
+    violation::{InstanceId, Violation},
 };
 
 /// An instance that touches bytes, or notifies. It is identified by its index in the list.
 pub(crate) struct Instance<'a> {
-    pub(crate) place: Place,
+    pub(crate) id: InstanceId,
     pub(crate) action: &'a Action,
     /// Length of its message or of its result.
     pub(crate) bytes: u64,
@@ -25,7 +25,7 @@ pub(crate) struct Instance<'a> {
 impl Instance<'_> {
     /// The bytes of a slice of this step.
     pub(crate) fn area(&self, slice: &Slice) -> Area {
-        let (start, len) = slice.segment(self.place.segment);
+        let (start, len) = slice.segment(self.id.segment);
         Area { buf: slice.buf, start, len }
     }
 
@@ -78,11 +78,11 @@ impl Area {
 /// that agree on its length, and every dependency names a step.
 pub(crate) fn expand(plans: &[Steps]) -> Result<Vec<Instance<'_>>, Violation> {
     let mut instances: Vec<Instance<'_>> = Vec::new();
-    let mut index_of: HashMap<Place, u32> = HashMap::new();
+    let mut index_of: HashMap<InstanceId, u32> = HashMap::new();
     for (rank, plan) in (0..).zip(plans) {
         for (step, template) in (0..).zip(&plan.steps) {
             for segment in 0..template.segments {
-                let place = Place { rank, step, segment };
+                let id = InstanceId { rank, step, segment };
                 let bytes = match &template.action {
                     Action::Send { src: slice, .. }
                     | Action::Recv { dst: slice, .. }
@@ -95,25 +95,25 @@ pub(crate) fn expand(plans: &[Steps]) -> Result<Vec<Instance<'_>>, Violation> {
                     },
                     Action::Notify { .. } | Action::Await { .. } => 0,
                 };
-                index_of.insert(place, instances.len() as u32);
+                index_of.insert(id, instances.len() as u32);
                 let (after, takes) = (Vec::new(), Vec::new());
-                instances.push(Instance { place, action: &template.action, bytes, after, takes, taken_by: None });
+                instances.push(Instance { id, action: &template.action, bytes, after, takes, taken_by: None });
             }
         }
     }
     for instance in &mut instances {
-        let Place { rank, step, segment } = instance.place;
+        let InstanceId { rank, step, segment } = instance.id;
         let plan = &plans[rank as usize];
         for dep in &plan.steps[step as usize].after {
             let (Dep::Segment { step, .. } | Dep::All { step }) = *dep;
             let Some(earlier) = plan.steps.get(step as usize) else {
-                return Err(Violation::UnknownStep { place: instance.place, step });
+                return Err(Violation::UnknownStep { id: instance.id, step });
             };
             let segments = match *dep {
                 Dep::All { .. } => 0..earlier.segments,
                 Dep::Segment { lag, .. } => segment.checked_sub(lag).map_or(0..0, |segment| segment..segment + 1),
             };
-            instance.after.extend(segments.filter_map(|segment| index_of.get(&Place { rank, step, segment })));
+            instance.after.extend(segments.filter_map(|segment| index_of.get(&InstanceId { rank, step, segment })));
         }
     }
     match_messages(plans, &mut instances)?;
@@ -126,32 +126,32 @@ fn match_pushes(world: usize, instances: &mut [Instance<'_>]) -> Result<(), Viol
     let mut pushed: HashMap<(u32, u32), Vec<Option<u32>>> = HashMap::new();
     for (index, instance) in (0..).zip(&*instances) {
         let Action::Push { server, .. } = *instance.action else { continue };
-        let Place { rank, segment, .. } = instance.place;
+        let InstanceId { rank, segment, .. } = instance.id;
         let of_rank = &mut pushed.entry((server, segment)).or_insert_with(|| vec![None; world])[rank as usize];
         if let Some(other) = of_rank.replace(index) {
-            return Err(Violation::Duplicate { place: instance.place, other: instances[other as usize].place });
+            return Err(Violation::Duplicate { id: instance.id, other: instances[other as usize].id });
         }
     }
     for index in 0..instances.len() {
-        let Instance { place, action: Action::Pull { server, .. }, bytes, .. } = instances[index] else { continue };
-        let pushes = pushed.get(&(*server, place.segment)).ok_or(Violation::Unmatched { place })?;
+        let Instance { id, action: Action::Pull { server, .. }, bytes, .. } = instances[index] else { continue };
+        let pushes = pushed.get(&(*server, id.segment)).ok_or(Violation::Unmatched { id })?;
         for push in pushes {
-            let push = push.ok_or(Violation::Unmatched { place })?;
+            let push = push.ok_or(Violation::Unmatched { id })?;
             let pusher = &mut instances[push as usize];
             if pusher.bytes != bytes {
-                return Err(Violation::Length { place, other: pusher.place, bytes, other_bytes: pusher.bytes });
+                return Err(Violation::Length { id, other: pusher.id, bytes, other_bytes: pusher.bytes });
             }
-            if pusher.place.rank == place.rank
+            if pusher.id.rank == id.rank
                 && let Some(other) = pusher.taken_by.replace(index as u32)
             {
-                return Err(Violation::Duplicate { place, other: instances[other as usize].place });
+                return Err(Violation::Duplicate { id, other: instances[other as usize].id });
             }
             instances[index].takes.push(push);
         }
     }
     for push in pushed.into_values().flatten().flatten() {
         if instances[push as usize].taken_by.is_none() {
-            return Err(Violation::Unmatched { place: instances[push as usize].place });
+            return Err(Violation::Unmatched { id: instances[push as usize].id });
         }
     }
     Ok(())
@@ -164,14 +164,14 @@ fn match_messages(plans: &[Steps], instances: &mut [Instance<'_>]) -> Result<(),
     let mut sent: HashMap<Message, u32> = HashMap::new();
     for (index, instance) in (0..).zip(&*instances) {
         if let Action::Send { to, message, .. } | Action::Notify { to, message } = *instance.action {
-            let key = (instance.place.rank, to, number(plans, instance.place, to, message)?);
+            let key = (instance.id.rank, to, number(plans, instance.id, to, message)?);
             if let Some(other) = sent.insert(key, index) {
-                return Err(Violation::Duplicate { place: instance.place, other: instances[other as usize].place });
+                return Err(Violation::Duplicate { id: instance.id, other: instances[other as usize].id });
             }
         }
     }
     for index in 0..instances.len() {
-        let Instance { place, action, bytes, .. } = instances[index];
+        let Instance { id, action, bytes, .. } = instances[index];
         let wanted: Vec<(u32, u32)> = match action {
             Action::Recv { from, message, .. } | Action::Await { from, message } => vec![(*from, *message)],
             Action::Reduce { sources, .. } => sources
@@ -184,39 +184,39 @@ fn match_messages(plans: &[Steps], instances: &mut [Instance<'_>]) -> Result<(),
             _ => continue,
         };
         for (from, message) in wanted {
-            let key = (from, place.rank, number(plans, place, from, message)?);
-            let send = *sent.get(&key).ok_or(Violation::Unmatched { place })?;
+            let key = (from, id.rank, number(plans, id, from, message)?);
+            let send = *sent.get(&key).ok_or(Violation::Unmatched { id })?;
             let sender = &mut instances[send as usize];
             if let Some(other) = sender.taken_by.replace(index as u32) {
-                return Err(Violation::Duplicate { place, other: instances[other as usize].place });
+                return Err(Violation::Duplicate { id, other: instances[other as usize].id });
             }
             let notifies = matches!(sender.action, Action::Notify { .. });
             if notifies != matches!(action, Action::Await { .. }) {
-                return Err(Violation::Unmatched { place });
+                return Err(Violation::Unmatched { id });
             }
             if sender.bytes != bytes {
-                return Err(Violation::Length { place, other: sender.place, bytes, other_bytes: sender.bytes });
+                return Err(Violation::Length { id, other: sender.id, bytes, other_bytes: sender.bytes });
             }
             instances[index].takes.push(send);
         }
     }
     for &send in sent.values() {
         if instances[send as usize].taken_by.is_none() {
-            return Err(Violation::Unmatched { place: instances[send as usize].place });
+            return Err(Violation::Unmatched { id: instances[send as usize].id });
         }
     }
     Ok(())
 }
 
 /// The number of an instance's message, if it and the peer exist.
-fn number(plans: &[Steps], place: Place, peer: u32, first: u32) -> Result<u32, Violation> {
-    if peer == place.rank || peer as usize >= plans.len() {
-        return Err(Violation::Peer { place, peer });
+fn number(plans: &[Steps], id: InstanceId, peer: u32, first: u32) -> Result<u32, Violation> {
+    if peer == id.rank || peer as usize >= plans.len() {
+        return Err(Violation::Peer { id, peer });
     }
-    let number = u64::from(first) + u64::from(place.segment);
-    let messages = plans[place.rank as usize].messages;
+    let number = u64::from(first) + u64::from(id.segment);
+    let messages = plans[id.rank as usize].messages;
     if number >= u64::from(messages) {
-        return Err(Violation::Number { place, number, messages });
+        return Err(Violation::Number { id, number, messages });
     }
     Ok(number as u32)
 }

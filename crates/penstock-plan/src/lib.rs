@@ -20,6 +20,7 @@
 mod algorithm;
 pub mod buckets;
 mod build;
+mod cache;
 pub mod check;
 mod choice;
 mod collective;
@@ -27,7 +28,6 @@ pub mod execute;
 mod instances;
 mod partition;
 mod placement;
-mod planner;
 mod promise;
 mod request;
 mod steps;
@@ -36,10 +36,10 @@ mod violation;
 
 pub use algorithm::{Algorithm, UnknownAlgorithm};
 pub use build::{SCRATCH_SEGMENTS, steps};
+pub use cache::Plans;
 pub use choice::{EAGER_LIMIT_BYTES, Thresholds, choose, segment_bytes};
 pub use collective::Collective;
 pub use placement::{Medium, Placement};
-pub use planner::Planner;
 pub use promise::{Order, WireBytes, crossing_bytes, hops, order, wire_bytes};
 pub use request::{PlanError, Request, Splits};
 pub use steps::{Action, Buf, Dep, Operand, Slice, Step, Steps};

@@ -6,7 +6,7 @@ use crate::{Buf, PlanError, Slice};
 
 /// One instance of a step on one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Place {
+pub struct InstanceId {
     /// The rank.
     pub rank: u32,
     /// Index in [`crate::Steps::steps`].
@@ -15,7 +15,7 @@ pub struct Place {
     pub segment: u32,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for InstanceId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "rank {} step {} segment {}", self.rank, self.step, self.segment)
     }
@@ -28,26 +28,26 @@ pub enum Violation {
     #[error(transparent)]
     Plan(#[from] PlanError),
     /// A dependency names a step that is not there.
-    #[error("{place} waits for step {step}, which does not exist")]
+    #[error("{id} waits for step {step}, which does not exist")]
     UnknownStep {
         /// Who waits.
-        place: Place,
+        id: InstanceId,
         /// For what.
         step: u32,
     },
     /// A message to or from the rank itself, or outside the group.
-    #[error("{place} names rank {peer} as its peer")]
+    #[error("{id} names rank {peer} as its peer")]
     Peer {
         /// Whose peer.
-        place: Place,
+        id: InstanceId,
         /// The peer.
         peer: u32,
     },
     /// A message number that [`crate::Steps::messages`] does not cover.
-    #[error("{place} uses message number {number} of {messages}")]
+    #[error("{id} uses message number {number} of {messages}")]
     Number {
         /// Whose message.
-        place: Place,
+        id: InstanceId,
         /// Its number.
         number: u64,
         /// How many there are.
@@ -64,46 +64,46 @@ pub enum Violation {
         of_rank_0: u32,
     },
     /// Two senders or two takers of one message.
-    #[error("{place} and {other} are the same end of the same message")]
+    #[error("{id} and {other} are the same end of the same message")]
     Duplicate {
         /// One.
-        place: Place,
+        id: InstanceId,
         /// The other.
-        other: Place,
+        other: InstanceId,
     },
     /// A message that nobody sends, nobody takes, or that is bytes at one end and a notification at the other.
-    #[error("{place}: its message has no other end")]
+    #[error("{id}: its message has no other end")]
     Unmatched {
         /// The end that there is.
-        place: Place,
+        id: InstanceId,
     },
     /// The ends of a message, or the operands of a step, differ in length.
-    #[error("{place} has {bytes} bytes, {other} has {other_bytes}")]
+    #[error("{id} has {bytes} bytes, {other} has {other_bytes}")]
     Length {
         /// One.
-        place: Place,
+        id: InstanceId,
         /// Its length.
         bytes: u64,
         /// The other; the same for two operands of one step.
-        other: Place,
+        other: InstanceId,
         /// Its length.
         other_bytes: u64,
     },
     /// A slice outside its buffer, or segments that would cut elements.
-    #[error("{place}: {slice:?} does not fit the buffer of {buffer_bytes} bytes")]
+    #[error("{id}: {slice:?} does not fit the buffer of {buffer_bytes} bytes")]
     Bounds {
         /// Whose slice.
-        place: Place,
+        id: InstanceId,
         /// The slice.
         slice: Slice,
         /// The buffer's length.
         buffer_bytes: u64,
     },
     /// A step writes what it still reads, or memory that is not its own to write.
-    #[error("{place} must not write {buf:?} bytes {start}..{end}")]
+    #[error("{id} must not write {buf:?} bytes {start}..{end}")]
     Write {
         /// Who writes.
-        place: Place,
+        id: InstanceId,
         /// Where.
         buf: Buf,
         /// First byte.
@@ -113,27 +113,27 @@ pub enum Violation {
     },
     /// A reduction of several messages, one of them from another host, that the transport cannot hold.
     #[error(
-        "{place} reduces several messages of up to {bytes} bytes in one step; from other hosts only eager ones can wait"
+        "{id} reduces several messages of up to {bytes} bytes in one step; from other hosts only eager ones can wait"
     )]
     Hold {
         /// Who reduces.
-        place: Place,
+        id: InstanceId,
         /// Length of the step's slice.
         bytes: u64,
     },
     /// These can never go.
-    #[error("deadlock: {} instances wait for each other, among them {}", places.len(), places[0])]
+    #[error("deadlock: {} instances wait for each other, among them {}", instances.len(), instances[0])]
     Deadlock {
         /// What is not done, at least one.
-        places: Vec<Place>,
+        instances: Vec<InstanceId>,
     },
     /// Two instances touch the same bytes in any order.
-    #[error("race: {place} and {other} both touch {buf:?} bytes {start}..{end}, nothing orders them, and one writes")]
+    #[error("race: {id} and {other} both touch {buf:?} bytes {start}..{end}, nothing orders them, and one writes")]
     Race {
         /// One.
-        place: Place,
+        id: InstanceId,
         /// The other.
-        other: Place,
+        other: InstanceId,
         /// Where.
         buf: Buf,
         /// First byte that both touch.
@@ -142,20 +142,20 @@ pub enum Violation {
         end: u64,
     },
     /// Bytes that nothing has written.
-    #[error("{place} reads {buf:?} byte {at}, which holds nothing yet")]
+    #[error("{id} reads {buf:?} byte {at}, which holds nothing yet")]
     Undefined {
         /// Who reads.
-        place: Place,
+        id: InstanceId,
         /// Where.
         buf: Buf,
         /// The byte.
         at: u64,
     },
     /// A reduction of what does not belong together.
-    #[error("{place} reduces {what} (byte {at} of its destination)")]
+    #[error("{id} reduces {what} (byte {at} of its destination)")]
     Reduction {
         /// Who reduces.
-        place: Place,
+        id: InstanceId,
         /// What is wrong.
         what: &'static str,
         /// Offset in the destination.

@@ -4,7 +4,7 @@
 use crate::engine::{Group, Ticket, algorithm_named, dtype_named, reduce_op};
 use crate::error;
 use crate::tensors::TensorCheck;
-use penstock_engine::{Gradient, ReducerSpec, Way};
+use penstock_engine::{Gradient, ReducerSpec, Setting};
 use penstock_types::Priority;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -108,10 +108,10 @@ impl Reducer {
         self.0.was_absent(index)
     }
 
-    /// Changes how gradients travel: only between steps, on all ranks between the same two. `algorithm` None: the planner
-    /// chooses.
+    /// Changes how gradients travel: only between steps, on all ranks between the same two. `algorithm` None: chosen
+    /// by size and hosts.
     #[pyo3(signature = (*, bucket_bytes, wire, algorithm, streams))]
-    fn set_way(
+    fn apply(
         &self,
         py: Python<'_>,
         bucket_bytes: u64,
@@ -119,13 +119,13 @@ impl Reducer {
         algorithm: Option<&str>,
         streams: usize,
     ) -> PyResult<()> {
-        let way = Way {
+        let setting = Setting {
             bucket_bytes,
             wire: wire.map(dtype_named).transpose()?,
             algorithm: algorithm.map(algorithm_named).transpose()?,
             streams,
         };
-        self.0.set_way(&way).map_err(|failure| error(py, &failure))
+        self.0.apply(&setting).map_err(|failure| error(py, &failure))
     }
 
     /// Counters, as a dict.

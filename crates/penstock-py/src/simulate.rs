@@ -3,7 +3,7 @@
 use penstock_aggregation::{Endpoint, Node, Tree};
 use penstock_engine::plan::PlanError;
 use penstock_sim::aggregation::{Fixed, GIGABIT, Scenario, Shape, Timing};
-use penstock_sim::collective::{Error, Place, Simulation};
+use penstock_sim::collective::{Error, Field, Simulation};
 use penstock_sim::network::{Link, LinkId, Topology};
 use penstock_types::MILLISECOND;
 use pyo3::exceptions::PyValueError;
@@ -206,17 +206,17 @@ pub(crate) fn simulate_collective<'py>(
 fn path_of(error: &Error) -> String {
     let of_link = |link: LinkId, field: &str| format!("links[{}].{field}", cable(link).0);
     match error {
-        Error::OutOfBounds { place, .. } => match *place {
-            Place::Ranks => "ranks".into(),
-            Place::Host(rank) => format!("ranks[{rank}]"),
-            Place::Bytes => "bytes".into(),
-            Place::Repetitions => "repetitions".into(),
-            Place::Collective => "collective".into(),
-            Place::Algorithm => "algorithm".into(),
-            Place::Rate(link) => of_link(link, "rate"),
-            Place::Delay(link) => of_link(link, "delay"),
-            Place::Queue(link) => of_link(link, "queue"),
-            Place::Faults(link) => of_link(link, "loss"),
+        Error::OutOfBounds { field, .. } => match *field {
+            Field::Ranks => "ranks".into(),
+            Field::Host(rank) => format!("ranks[{rank}]"),
+            Field::Bytes => "bytes".into(),
+            Field::Repetitions => "repetitions".into(),
+            Field::Collective => "collective".into(),
+            Field::Algorithm => "algorithm".into(),
+            Field::Rate(link) => of_link(link, "rate"),
+            Field::Delay(link) => of_link(link, "delay"),
+            Field::Queue(link) => of_link(link, "queue"),
+            Field::Faults(link) => of_link(link, "loss"),
         },
         Error::Full { link, .. } => of_link(*link, "queue"),
         Error::Replaced { .. } | Error::NoPlan(PlanError::NotFor { .. }) => "algorithm".into(),

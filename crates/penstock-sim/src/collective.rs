@@ -24,7 +24,7 @@ pub struct Simulation {
     pub collective: Collective,
     /// The size of the operation, as [`Request::bytes`] defines it for the collective. A barrier has none: the number is not read.
     pub bytes: u64,
-    /// The algorithm of an all-reduce; `None`: the planner's choice. Other collectives always have that.
+    /// The algorithm of an all-reduce; `None`: chosen by size and hosts. Other collectives always have that.
     pub algorithm: Option<Algorithm>,
     /// How often the collective runs. In the first one, streams know nothing of their rates yet.
     pub repetitions: u32,
@@ -69,7 +69,7 @@ pub struct Repetition {
 
 /// What a message of [`Error::OutOfBounds`] is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum Field {
     /// The number of ranks.
     Ranks,
     /// The host of this rank.
@@ -98,7 +98,7 @@ pub enum Error {
     /// A number that makes no sense, or takes too long. Nothing has run.
     OutOfBounds {
         /// What is wrong.
-        place: Place,
+        field: Field,
         /// What would be right.
         why: String,
     },
@@ -288,49 +288,49 @@ impl Simulation {
     }
 
     fn check(&self) -> Result<(), Error> {
-        let wrong = |place, why| Err(Error::OutOfBounds { place, why });
+        let wrong = |field, why| Err(Error::OutOfBounds { field, why });
         let ranks = self.hosts.len();
         if !(2..=MOST_RANKS).contains(&ranks) {
-            return wrong(Place::Ranks, format!("the number of ranks is {ranks}; 2 to {MOST_RANKS} are possible"));
+            return wrong(Field::Ranks, format!("the number of ranks is {ranks}; 2 to {MOST_RANKS} are possible"));
         }
         let mut taken = BTreeSet::new();
         if let Some(rank) = self.hosts.iter().position(|host| !taken.insert(*host)) {
-            return wrong(Place::Host(rank), "another rank has this host; the simulator has one rank a host".into());
+            return wrong(Field::Host(rank), "another rank has this host; the simulator has one rank a host".into());
         }
         if matches!(self.collective, Collective::Send { .. } | Collective::Recv { .. }) {
-            return wrong(Place::Collective, format!("a {} concerns two ranks only", self.collective.name()));
+            return wrong(Field::Collective, format!("a {} concerns two ranks only", self.collective.name()));
         }
         if self.algorithm.is_some() && self.collective != Collective::AllReduce {
-            let why = format!("only an all-reduce takes an algorithm; a {} has the planner's", self.collective.name());
-            return wrong(Place::Algorithm, why);
+            let why = format!("only an all-reduce takes an algorithm; that of a {} is chosen", self.collective.name());
+            return wrong(Field::Algorithm, why);
         }
         if self.size() > MOST_BYTES || !self.size().is_multiple_of(ELEMENT_BYTES) {
             let why = format!("{} bytes; multiples of {ELEMENT_BYTES} up to {MOST_BYTES} are possible", self.bytes);
-            return wrong(Place::Bytes, why);
+            return wrong(Field::Bytes, why);
         }
         if !(1..=MOST_REPETITIONS).contains(&self.repetitions) {
             let why = format!("{} repetitions; 1 to {MOST_REPETITIONS} are possible", self.repetitions);
-            return wrong(Place::Repetitions, why);
+            return wrong(Field::Repetitions, why);
         }
         for id in self.topology.links() {
             let link = self.topology.link(id);
             let Link { rate, delay, jitter, in_order, queue_bytes, loss, duplicate, late, .. } = link;
             if rate != 0 && !RATES.contains(&rate) {
                 let why = format!("{} Mbit/s; 1 to 10000000 are possible, or no limit", rate as f64 * 8e-6);
-                return wrong(Place::Rate(id), why);
+                return wrong(Field::Rate(id), why);
             }
             if delay > MOST_DELAY {
                 let why = format!("{} ms; up to {} are possible", delay as f64 * 1e-6, MOST_DELAY / MILLISECOND);
-                return wrong(Place::Delay(id), why);
+                return wrong(Field::Delay(id), why);
             }
             if queue_bytes != 0 && queue_bytes < PACKET_BYTES {
                 let why = format!("{queue_bytes} bytes; {PACKET_BYTES} and more are possible, or no limit");
-                return wrong(Place::Queue(id), why);
+                return wrong(Field::Queue(id), why);
             }
             if loss > 0.0 || duplicate > 0.0 || late > 0.0 || jitter > 0 && !in_order {
                 let why =
                     "the simulator has no TCP below frames, which would send again what is lost, and restore the order";
-                return wrong(Place::Faults(id), why.into());
+                return wrong(Field::Faults(id), why.into());
             }
         }
         Ok(())
@@ -344,14 +344,14 @@ impl Simulation {
                 && matches!(self.collective, Collective::AllReduce | Collective::ReduceScatter | Collective::AllGather);
         if all_pairs && ranks > MOST_RANKS_IN_PAIRS {
             let why = format!("each of {ranks} ranks sends to each; 2 to {MOST_RANKS_IN_PAIRS} ranks are possible");
-            return Err(Error::OutOfBounds { place: Place::Ranks, why });
+            return Err(Error::OutOfBounds { field: Field::Ranks, why });
         }
         let hops = hops(&self.request(0), algorithm).map_err(Error::NoPlan)?;
         let messages = ranks as u64 * u64::from(hops).max(if all_pairs { ranks as u64 } else { 1 });
         if messages * u64::from(self.repetitions) > MOST_MESSAGES {
             let most = MOST_MESSAGES / messages;
             let why = format!("{} repetitions take too long to simulate; 1 to {most} are possible", self.repetitions);
-            return Err(Error::OutOfBounds { place: Place::Repetitions, why });
+            return Err(Error::OutOfBounds { field: Field::Repetitions, why });
         }
         let mut sent = 0_u128;
         for rank in 0..ranks as u32 {
@@ -365,7 +365,7 @@ impl Simulation {
                 gib(sent),
                 gib(MOST_WORK_BYTES.into())
             );
-            return Err(Error::OutOfBounds { place: Place::Bytes, why });
+            return Err(Error::OutOfBounds { field: Field::Bytes, why });
         }
         Ok(())
     }
@@ -423,7 +423,7 @@ fn name_of(collective: Collective) -> Name {
 pub const MOST_RANKS: usize = 1024;
 /// The same where each sends to each, which takes two machines a pair.
 pub const MOST_RANKS_IN_PAIRS: usize = 256;
-/// 16 GiB: a fingerprint counts up to 2^36 elements, and the planner multiplies by the ranks.
+/// 16 GiB: a fingerprint counts up to 2^36 elements, and plans multiply by the ranks.
 pub const MOST_BYTES: u64 = 16 << 30;
 /// A guess; the network has no chance, so repetitions after the second one hardly differ.
 pub const MOST_REPETITIONS: u32 = 1000;

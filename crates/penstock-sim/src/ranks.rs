@@ -143,7 +143,7 @@ struct Phantoms {
 impl World {
     /// A rank on each of these hosts, which differ. No rank has joined.
     ///
-    /// `algorithm` is wanted for all-reduces, as `PENSTOCK_ALGORITHM` says it to ranks; `None`: the planner's choice. A rank takes
+    /// `algorithm` is wanted for all-reduces, as `PENSTOCK_ALGORITHM` says it to ranks; `None`: chosen by size and hosts. A rank takes
     /// another for lost when nothing came from it for `dead_after` nanoseconds.
     #[must_use]
     pub fn new(topology: Topology, hosts: &[NodeId], algorithm: Option<Algorithm>, dead_after: u64) -> World {

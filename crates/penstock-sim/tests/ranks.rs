@@ -3,7 +3,7 @@
 
 use penstock_core::groups::Call;
 use penstock_plan::{Algorithm, Collective};
-use penstock_sim::collective::{Error, Outcome, Place, Simulation};
+use penstock_sim::collective::{Error, Field, Outcome, Simulation};
 use penstock_sim::network::{Link, LinkId, NodeId, Topology};
 use penstock_sim::ranks::{End, JOIN, Step, Stop, World};
 use penstock_stream::fingerprint::{Fingerprint, Name};
@@ -140,7 +140,7 @@ fn the_busiest_link() {
     assert!((share - one.bytes as f64 / (RATE as f64 / 2.0 * one.time as f64 * 1e-9)).abs() < 1e-9, "{one:?}");
 }
 
-/// Every collective runs, with the algorithm that the planner chooses.
+/// Every collective runs, with the algorithm that is chosen for it.
 #[test]
 fn all_collectives() {
     let root = 0;
@@ -174,35 +174,35 @@ fn what_is_refused() {
         change(&mut one);
         one.run(|_| true).expect_err("it is refused")
     };
-    let place = |change: &dyn Fn(&mut Simulation)| match with(change) {
-        Error::OutOfBounds { place, .. } => place,
+    let field = |change: &dyn Fn(&mut Simulation)| match with(change) {
+        Error::OutOfBounds { field, .. } => field,
         other => panic!("{other:?}"),
     };
-    let of_links = |to: Link| place(&|one| (one.topology, one.hosts) = Topology::star(4, to));
-    assert_eq!(place(&|one| one.hosts.truncate(1)), Place::Ranks);
-    assert_eq!(place(&|one| one.hosts[2] = one.hosts[0]), Place::Host(2));
-    assert_eq!(place(&|one| one.bytes = 3), Place::Bytes);
-    assert_eq!(place(&|one| one.bytes = 17 << 30), Place::Bytes);
-    assert_eq!(place(&|one| (one.bytes, one.repetitions) = (16 << 30, 1000)), Place::Bytes);
-    assert_eq!(place(&|one| one.repetitions = 0), Place::Repetitions);
+    let of_links = |to: Link| field(&|one| (one.topology, one.hosts) = Topology::star(4, to));
+    assert_eq!(field(&|one| one.hosts.truncate(1)), Field::Ranks);
+    assert_eq!(field(&|one| one.hosts[2] = one.hosts[0]), Field::Host(2));
+    assert_eq!(field(&|one| one.bytes = 3), Field::Bytes);
+    assert_eq!(field(&|one| one.bytes = 17 << 30), Field::Bytes);
+    assert_eq!(field(&|one| (one.bytes, one.repetitions) = (16 << 30, 1000)), Field::Bytes);
+    assert_eq!(field(&|one| one.repetitions = 0), Field::Repetitions);
     let rings = |one: &mut Simulation| {
         (one.topology, one.hosts) = Topology::star(1024, link());
         (one.algorithm, one.repetitions) = (Some(Algorithm::Ring), 33);
     };
-    assert_eq!(place(&rings), Place::Repetitions);
-    assert_eq!(place(&|one| one.collective = Collective::Send { to: 1 }), Place::Collective);
+    assert_eq!(field(&rings), Field::Repetitions);
+    assert_eq!(field(&|one| one.collective = Collective::Send { to: 1 }), Field::Collective);
     let algorithm =
         |one: &mut Simulation| (one.collective, one.algorithm) = (Collective::Barrier, Some(Algorithm::Ring));
-    assert_eq!(place(&algorithm), Place::Algorithm);
-    assert_eq!(of_links(Link { rate: 1000, ..link() }), Place::Rate(LinkId(0)));
-    assert_eq!(of_links(Link { delay: 2 * SECOND, ..link() }), Place::Delay(LinkId(0)));
-    assert_eq!(of_links(Link { queue_bytes: 1500, ..link() }), Place::Queue(LinkId(0)));
-    assert_eq!(of_links(Link { loss: 0.01, ..link() }), Place::Faults(LinkId(0)));
+    assert_eq!(field(&algorithm), Field::Algorithm);
+    assert_eq!(of_links(Link { rate: 1000, ..link() }), Field::Rate(LinkId(0)));
+    assert_eq!(of_links(Link { delay: 2 * SECOND, ..link() }), Field::Delay(LinkId(0)));
+    assert_eq!(of_links(Link { queue_bytes: 1500, ..link() }), Field::Queue(LinkId(0)));
+    assert_eq!(of_links(Link { loss: 0.01, ..link() }), Field::Faults(LinkId(0)));
     let pairs = |one: &mut Simulation| {
         ((one.topology, one.hosts), one.collective) = (Topology::star(300, link()), Collective::AllToAll);
         one.bytes = 1200;
     };
-    assert_eq!(place(&pairs), Place::Ranks);
+    assert_eq!(field(&pairs), Field::Ranks);
     assert!(matches!(with(&|one| one.algorithm = Some(Algorithm::Tree)), Error::NoPlan(_)));
     let exchange = with(&|one| one.algorithm = Some(Algorithm::Exchange));
     assert!(matches!(exchange, Error::Replaced { by: Algorithm::Ring, .. }), "{exchange:?}");

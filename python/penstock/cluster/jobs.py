@@ -34,11 +34,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock import _core
+from penstock.addresses import joined, split
 from penstock.cluster import deployment
 from penstock.errors import Config as ConfigError
 from penstock.errors import PenstockError
 
-__all__ = ["Aggregation", "attach", "counted"]
+__all__ = ["Aggregation", "attach", "counted", "interface_mtu"]
 
 log = logging.getLogger("penstock")
 
@@ -114,9 +115,12 @@ def attach(
     try:
         local = [_local(server.address, interfaces, i) for i, server in enumerate(agreed.servers)]
         sockets = _core.UdpSockets(
-            [_joined(address, 0) for _, address in local], offloads=agreed.offloads, buffer_bytes=_BUFFER_BYTES
+            [joined(address, 0) for _, address in local], offloads=agreed.offloads, buffer_bytes=_BUFFER_BYTES
         )
-        own: dict[str, Any] = {"addresses": sockets.addresses(), "mtu": min(_mtu(interface) for interface, _ in local)}
+        own: dict[str, Any] = {
+            "addresses": sockets.addresses(),
+            "mtu": min(interface_mtu(each) or _ETHERNET_MTU for each, _ in local),
+        }
     except PenstockError as error:
         own = {"error": f"rank {member.rank}: {error}"}
     store.set(f"rank/{member.rank}", json.dumps(own))
@@ -549,7 +553,7 @@ def _read(store: Any, keys: list[str], until: float) -> list[bytes]:
 
 def _local(server: str, interfaces: list[tuple[str, str]], turn: int) -> tuple[str, str]:
     """The (interface, address) for packets to a server: servers take the interfaces in turn."""
-    version = ipaddress.ip_address(_host(server)).version
+    version = ipaddress.ip_address(split(server)[0]).version
     fitting = [(name, address) for name, address in interfaces if ipaddress.ip_address(address).version == version]
     if not fitting:
         have = ", ".join(address for _, address in interfaces)
@@ -559,19 +563,20 @@ def _local(server: str, interfaces: list[tuple[str, str]], turn: int) -> tuple[s
     return fitting[turn % len(fitting)]
 
 
-def _mtu(interface: str) -> int:
+def interface_mtu(interface: str) -> int | None:
+    """None if there is no such interface any more."""
     # Not from /sys, which may belong to another network namespace.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16si12x", interface.encode(), 0)
         try:
             answer = fcntl.ioctl(any_socket, _SIOCGIFMTU, request)
         except OSError:
-            return _ETHERNET_MTU
+            return None
     return int(struct.unpack("16si12x", answer)[1])
 
 
 def _payload_bytes(mtu: int, agreed: deployment.Deployment) -> int:
-    six = any(":" in _host(server.address) for server in agreed.servers)
+    six = any(":" in split(server.address)[0] for server in agreed.servers)
     fits = mtu - (40 if six else 20) - 8 - _HEADER_BYTES
     if fits < _STEP_BYTES:
         raise ConfigError(f"an MTU of {mtu} leaves no room for a block; set block_bytes in {agreed.name}")
@@ -605,14 +610,6 @@ def _ranges(workers: tuple[int, ...]) -> str:
 
 def _body(value: dict[str, Any]) -> bytes:
     return json.dumps(value, sort_keys=True).encode()
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
-
-
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 # A group is aggregated once: what starts again is another group, with jobs of its own.

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from penstock.addresses import joined
 from penstock.cluster.places import nearest
 from penstock.errors import Config as ConfigError
 
@@ -195,7 +196,7 @@ class Cluster:
         """The address on which a daemon listens, "IP:PORT"; None if the cluster does not say it."""
         main = self.host[daemon.at].addresses[:1] if daemon.at in self.host else ()
         ip = daemon.address or (main[0] if main else None)
-        return None if ip is None else f"[{ip}]:{daemon.port}" if ":" in ip else f"{ip}:{daemon.port}"
+        return None if ip is None else joined(ip, daemon.port)
 
     def path(self, start: str, end: str) -> tuple[Link, ...]:
         """The links from a node to another, as few as possible; among equals, those that stand first in the file.

@@ -47,6 +47,7 @@ function table(given, section) {
   scroll.replaceChildren(made);
 }
 
+// Drawn here and not by penstock.reports: each look changes it, and matplotlib in rank 0 would cost a tenth of a second a look.
 function line(history) {
   at("history").hidden = history.length < 2;
   if (history.length < 2) return;
@@ -55,9 +56,6 @@ function line(history) {
   const x = (index) => 600 * index / (history.length - 1), y = (value) => 86 - 80 * (value - low) / (high - low);
   const points = history.map((value, index) => x(index).toFixed(1) + "," + y(value).toFixed(1));
   document.querySelector("#history polyline").setAttribute("points", points.join(" "));
-  const ms = (value) => Number(value.toPrecision(3)) + " ms";
-  const told = (value) => value >= 1000 ? (value / 1000).toPrecision(3) + " s" : ms(value);
-  at("span").textContent = "Step time in the last " + history.length + " looks: " + told(least) + " to " + told(most) + ".";
 }
 
 function show(job) {
@@ -67,6 +65,7 @@ function show(job) {
   at("alarms").hidden = !job.alarms.length;
   if (changed("alarms", job.alarms)) list(at("alarms"), job.alarms);
   if (changed("history", job.history)) line(job.history);
+  at("span").textContent = job.span;
   if (changed("cards", job.cards)) {
     at("cards").replaceChildren();
     for (const [number, what, note] of job.cards) {

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from penstock import numbers
 from penstock.live.view import Heard, Snapshot
-from penstock.reports import numbers
 
 __all__ = ["event"]
 
 
 def event(job: Snapshot) -> dict[str, Any]:
     """The job as it goes over ``/events``, as JSON: ``state``, ``answer`` (one line), ``setting``, ``alarms``, ``cards`` (number,
-    what, note), ``history`` (step times in ms), ``tables`` (title, note, columns, rows) and ``complaints``."""
+    what, note), ``history`` (step times in ms), ``span`` (a line about it), ``tables`` (title, note, columns, rows) and
+    ``complaints``."""
     return {
         "penstock": 1,
         "state": job.state,
@@ -22,6 +24,7 @@ def event(job: Snapshot) -> dict[str, Any]:
         "alarms": _alarms(job),
         "cards": _cards(job),
         "history": [round(1e3 * each, 3) for each in job.history],
+        "span": _span(job.history),
         "tables": [table for table in (_ranks(job), _streams(job), _groups(job), _aggregated(job)) if table["rows"]],
         "complaints": [
             f"{time.strftime('%H:%M:%S', time.localtime(when))} rank {rank}: {text}"
@@ -47,6 +50,13 @@ def _answer(job: Snapshot) -> str:
     if job.straggler is not None:
         told += f"; the others wait {numbers.duration(job.straggler.late_s)} of it for rank {job.straggler.rank}"
     return told
+
+
+def _span(history: Sequence[float]) -> str:
+    if len(history) < 2:
+        return ""
+    least, most = numbers.duration(min(history)), numbers.duration(max(history))
+    return f"Step time in the last {len(history)} looks: {least} to {most}."
 
 
 def _setting(job: Snapshot) -> str:
@@ -86,7 +96,9 @@ def _cards(job: Snapshot) -> list[list[str]]:
         of = "of the interfaces' speed" if link.is_speed else "of the highest rate seen"
         busiest = "" if len(job.links) == 1 else f" on {link.host.partition('/')[0][:24]}, the busiest host"
         if link.is_telling:
-            cards.append([numbers.share(link.share), f"of the link{busiest}", f"{of}: {_rate(link.limit)} one way"])
+            cards.append(
+                [numbers.share(link.share), f"of the link{busiest}", f"{of}: {numbers.byte_rate(link.limit)} one way"]
+            )
     if job.straggler is not None and job.stuck_s is None:
         late = numbers.duration(job.straggler.late_s)
         cards.append(
@@ -139,9 +151,9 @@ def _rank(job: Snapshot, each: Heard) -> list[str]:
         state,
         "" if found["median_s"] is None else numbers.duration(found["median_s"]),
         "" if found["in_flight"] is None or not is_running else numbers.share(found["in_flight"]),
-        _rate(found["sent_per_s"]) if is_running else "",
-        _rate(found["received_per_s"]) if is_running else "",
-        "" if found["reduced_per_s"] is None or not is_running else _rate(found["reduced_per_s"]),
+        numbers.byte_rate(found["sent_per_s"]) if is_running else "",
+        numbers.byte_rate(found["received_per_s"]) if is_running else "",
+        "" if found["reduced_per_s"] is None or not is_running else numbers.byte_rate(found["reduced_per_s"]),
         f"{found['steps']:,.0f}",
         found["host"].partition("/")[0],
         waits,
@@ -156,8 +168,18 @@ def _streams(job: Snapshot) -> dict[str, Any]:
             continue
         for peer, medium, count, sent, received, trip, slowest, fastest, repeated in each.numbers["peers"]:
             through = medium if medium != "tcp" else numbers.plural(int(count), "TCP stream")
-            each_stream = "" if medium != "tcp" or not fastest else f"{_rate(slowest)} to {_rate(fastest)}"
-            row = [f"{each.rank} → {int(peer)}", through, _rate(sent), _rate(received), each_stream]
+            each_stream = (
+                ""
+                if medium != "tcp" or not fastest
+                else f"{numbers.byte_rate(slowest)} to {numbers.byte_rate(fastest)}"
+            )
+            row = [
+                f"{each.rank} → {int(peer)}",
+                through,
+                numbers.byte_rate(sent),
+                numbers.byte_rate(received),
+                each_stream,
+            ]
             row += [numbers.duration(trip) if trip else "", f"{int(repeated):,}" if medium == "tcp" else ""]
             rows.append((-(sent + received), row))
     rows.sort(key=lambda one: one[0])
@@ -196,21 +218,15 @@ def _aggregated(job: Snapshot) -> dict[str, Any]:
             continue
         for group, server, parent, rate, again, bypasses, why in each.numbers["aggregated"]:
             way = f"fell back: {why}" if why else parent or "straight"
-            rows.append([str(each.rank), group, server, way, _rate(rate), f"{again:,.0f}", f"{bypasses:.0f}"])
+            rows.append(
+                [str(each.rank), group, server, way, numbers.byte_rate(rate), f"{again:,.0f}", f"{bypasses:.0f}"]
+            )
     columns = ["rank", "group", "server", "by way of", "of tensors", "blocks again", "bypasses"]
     return {"title": "Aggregators and servers", "note": "", "columns": columns, "rows": rows[:_MOST_ROWS]}
 
 
 def _host(each: Heard) -> str:
     return str((each.numbers or {}).get("host", ""))
-
-
-def _rate(per_s: float) -> str:
-    """Such as ``117 MB/s``."""
-    for unit, name in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
-        if per_s >= 0.9995 * unit:
-            return f"{per_s / unit:.3g} {name}" if per_s < 999.5 * unit else f"{per_s / unit:.0f} {name}"
-    return f"{per_s:.0f} B/s"
 
 
 def _rounded(value: float) -> float:

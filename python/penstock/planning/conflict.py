@@ -1,4 +1,4 @@
-"""What stands against a rate: limits that no plan can keep at it, none of which could be left out."""
+"""What stands against a rate: limits that no deployment can keep at it, none of which could be left out."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.numbers import bit_rate
 from penstock.planning.problem import Problem
 from penstock.planning.relax import Program
 
@@ -136,7 +137,7 @@ def _names(program: Program) -> dict[int, str]:
 
 
 def _mbit(rate: float) -> str:
-    return f"{max(rate, 0.0) / 1e6:.4g} Mbit/s" if np.isfinite(rate) else "any rate"
+    return bit_rate(max(rate, 0.0)) if np.isfinite(rate) else "any rate"
 
 
 # Of more limits none is tried alone.

@@ -83,9 +83,9 @@ class Problem:
     ) -> None:
         self.jobs = (jobs,) if isinstance(jobs, Job) else tuple(jobs)
         if not cluster.links:
-            raise cluster.wrong("links", "are needed for a plan: without them nothing is known of the network")
+            raise cluster.wrong("links", "are needed to plan: without them nothing is known of the network")
         if not cluster.servers:
-            raise cluster.wrong("servers", "are needed for a plan: name a host that runs one")
+            raise cluster.wrong("servers", "are needed to plan: name a host that runs one")
         for job in self.jobs:
             if len(job.workers) < 2:
                 raise cluster.wrong(f"jobs.{job.name}.workers", "is one rank, which has nothing to sum with others")

@@ -57,7 +57,7 @@ class State:
 
 @dataclass(frozen=True)
 class Patience:
-    """What keeps a plan from flapping. A change costs a step's pause, and loads vary."""
+    """What keeps a deployment from flapping. A change costs a step's pause, and loads vary."""
 
     least_gain: float = 0.1
     """Other ways must be so much faster."""

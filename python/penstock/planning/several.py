@@ -32,7 +32,7 @@ class Planned:
     is_out_of_time: bool
     """Whether the time ended the search."""
     is_relaxed: bool
-    """Whether the linear program was solved: else the bound is from prices that know no plan."""
+    """Whether the linear program was solved: else the bound is from prices alone."""
 
 
 def in_turn(

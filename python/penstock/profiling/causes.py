@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from penstock.numbers import bit_rate, milliseconds
 from penstock.profiling.breakdown import Breakdown
 from penstock.profiling.measures import Link, Measures, Rank, is_pipeline
 from penstock.profiling.record import Record
@@ -504,11 +505,11 @@ def _limit(link: Link) -> str:
 
 
 def _ms(ns: float) -> str:
-    return f"{ns / 1e6:.1f} ms"
+    return milliseconds(ns / 1e9)
 
 
 def _mbit(bytes_per_s: float) -> str:
-    return f"{bytes_per_s * 8 / 1e6:.0f} Mbit/s"
+    return bit_rate(8 * bytes_per_s)
 
 
 CHANGES = {

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from penstock.addresses import joined
 from penstock.profiling import netlink
 
 __all__ = ["Interfaces", "Processes", "Streams", "System", "Values"]
@@ -508,9 +509,7 @@ def _routing(question: Callable[[netlink.Netlink], Answer]) -> Answer:
 
 def _place(place: tuple[bytes, int]) -> str:
     address, port = place
-    family = socket.AF_INET if len(address) == 4 else socket.AF_INET6
-    text = socket.inet_ntop(family, address)
-    return f"{text}:{port}" if family == socket.AF_INET else f"[{text}]:{port}"
+    return joined(socket.inet_ntop(socket.AF_INET if len(address) == 4 else socket.AF_INET6, address), port)
 
 
 def _is_physical(name: str) -> bool:

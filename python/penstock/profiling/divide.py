@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from penstock.numbers import plural
 from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Breakdown, Moving, Share
 from penstock.profiling.clocks import WALL_AGREES_NS, Clock, clocks
 from penstock.profiling.intervals import Piece, clipped, overlaps, union, without
@@ -306,7 +307,7 @@ def _counted(record: Record, problems: list[str]) -> list[Step]:
     if len(steps) <= warm_up:
         if steps:
             problems.append(
-                f"rank {rank} recorded {len(steps)} step{'s' * (len(steps) > 1)} only: the last one is shown, and what is done "
+                f"rank {rank} recorded {plural(len(steps), 'step')} only: the last one is shown, and what is done "
                 "once (connecting, compiling) may be in it"
             )
         return steps[-1:]

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from penstock.addresses import split
 from penstock.profiling.breakdown import Breakdown, Share
 from penstock.profiling.record import Interval, Record
 from penstock.profiling.utilisation import Host, Limit, hosts, steady
@@ -321,7 +322,7 @@ def _places(found: Iterable[Host]) -> dict[str, str]:
 
 def _address(place: str) -> str:
     """Of ``ADDRESS:PORT``, in one form."""
-    address = place.rpartition(":")[0].strip("[]")
+    address, _ = split(place)
     try:
         return str(ipaddress.ip_address(address))
     except ValueError:

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from penstock.numbers import bit_rate
 from penstock.profiling.record import Record
 from penstock.profiling.replay import Model, Move, Wire, burdened, evened, merged, models, run, wires
 from penstock.profiling.schedules import (
@@ -370,4 +371,4 @@ def _factor(model: Model) -> float:
 
 
 def _rate(bytes_s: float) -> str:
-    return f"{8 * bytes_s / 1e6:.0f} Mbit/s" if bytes_s < 125e6 else f"{8 * bytes_s / 1e9:.2f} Gbit/s"
+    return bit_rate(8 * bytes_s)

@@ -5,11 +5,12 @@ HTML file that needs nothing else: no script, no font, no image of its own. A to
 here, once:
 
 - `charts`: what a chart shows, as data: `Bars` and `Lines`, with a unit on every axis. Pure.
-- `numbers`, `ticks`: numbers as people write them, and where ticks stand. Pure.
+- `ticks`: where ticks stand. Pure. Numbers are written by `penstock.numbers`.
 - `drawing`: charts to SVG, by matplotlib. Each chart is drawn twice, for wide screens and for narrow ones, so that its text keeps
   its size; a media query of the stylesheet chooses. This is the only module that imports matplotlib (the extra ``report``).
 - `network`: a network with what its links carry, as data and as SVG. Pure.
 - `timeline`: what ran when, row by row, as data and as SVG. Pure.
+- `svg`: the frame, texts and keys of these two. Pure.
 - `tables`: a table for the terminal and for the page, from the same texts.
 - `page`: the skeleton, and what stands in it.
 - `terminal`: the first screen of a page on a terminal, with its bars.

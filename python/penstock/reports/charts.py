@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.reports.numbers import number
+from penstock.numbers import number
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from matplotlib.patheffects import withStroke
 
 from penstock.reports import ticks
 from penstock.reports.charts import Axis, Bar, Bars, Curve, Lines, Panel
+from penstock.reports.svg import FONT_PX, LINE_PX, WIDTHS_PX
 
 Paint = Callable[[str], str]
 """The colour that matplotlib draws in, by the name of a variable of the stylesheet."""
@@ -463,17 +464,10 @@ STYLE = Path(__file__).with_name("style.css")
 SENTINELS = {name: f"#0102{index:02x}" for index, name in enumerate(light_colours(), start=3)}
 """What matplotlib draws in instead of a variable of the stylesheet, until `_inline` puts that in."""
 
-WIDTHS_PX = {"wide": 820, "narrow": 390}
-"""A page's column; and what a screen of 420 pixels leaves of it."""
-
-FONT_PX = 13
-"""Pictures shrink to 0.85 of their width before the stylesheet takes the other form, or the screen has 360 pixels: texts then
-have 11 pixels."""
-
 PANEL_PX = {"wide": 300, "narrow": 270}
 AXES_PX = 75
 """What ticks, labels and a title take of a panel, about."""
 
-LINE_PX, KEY_ROW_PX, AXIS_PX, GAP_PX, MARGIN_PX, KEY_HANDLE_PX, KEY_TOP_PX = 19, 24, 46, 10, 12, 36, 4
+KEY_ROW_PX, AXIS_PX, GAP_PX, MARGIN_PX, KEY_HANDLE_PX, KEY_TOP_PX = 24, 46, 10, 12, 36, 4
 
 MARKED_POINTS = 14

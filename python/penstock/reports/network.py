@@ -1,11 +1,12 @@
-"""A network with what its links carry, as data and as SVG. Pure: no chart library, since lines between points are all there
-is."""
+"""A network with what its links carry, as data and as SVG. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+
+from penstock.reports import svg
 
 __all__ = ["Edge", "Network", "Node", "both_widths"]
 
@@ -49,10 +50,11 @@ class Network:
 def both_widths(network: Network, label: str) -> str:
     """Markup for a page: for wide screens, and for narrow ones. The stylesheet shows one of them. ``label`` is what screen
     readers say."""
-    return "\n".join(_drawn(network, label, form, width) for form, width in _WIDTHS_PX.items())
+    return svg.both_widths(lambda width: _drawn(network, width), label)
 
 
-def _drawn(network: Network, label: str, form: str, width: int) -> str:
+def _drawn(network: Network, width: int) -> tuple[float, list[str]]:
+    """Its height and its parts."""
     tiers = max((node.tier for node in network.nodes), default=0) + 1
     rows = [[node for node in network.nodes if node.tier == tier] for tier in range(tiers)]
     places: dict[str, tuple[float, float]] = {}
@@ -61,12 +63,12 @@ def _drawn(network: Network, label: str, form: str, width: int) -> str:
         neighbours[edge.ends[0]].append(edge.ends[1])
         neighbours[edge.ends[1]].append(edge.ends[0])
     # Labels of a row stand upright where there is no room for them side by side.
-    upright = [bool(row) and max(map(_text_px, (node.label for node in row))) > width / len(row) - 6 for row in rows]
+    upright = [bool(row) and max(map(svg.text_px, (node.label for node in row))) > width / len(row) - 6 for row in rows]
     room = [
-        _clipped_px(row) + 14 if is_upright else _LINE_PX + 8 for row, is_upright in zip(rows, upright, strict=True)
+        _clipped_px(row) + 14 if is_upright else svg.LINE_PX + 8 for row, is_upright in zip(rows, upright, strict=True)
     ]
-    key, key_px = _key(network.key, width)
-    top = key_px + (12 if upright[-1] else _LINE_PX + 10)
+    parts, y = svg.key(((told, colour, 10) for told, colour in network.key), width)
+    top = y + 6 + (12 if upright[-1] else svg.LINE_PX + 10)
     height = top + _TIER_PX * (tiers - 1) + (room[0] if tiers > 1 else 10) + 8
     for tier, row in enumerate(rows):
         if tier:
@@ -74,10 +76,6 @@ def _drawn(network: Network, label: str, form: str, width: int) -> str:
             row.sort(key=lambda node: _mean(places[name][0] for name in neighbours[node.name] if name in places))
         for index, node in enumerate(row):
             places[node.name] = (index + 0.5) * width / len(row), top + _TIER_PX * (tiers - 1 - tier)
-    parts = [
-        f'<svg class="{form}" role="img" aria-label="{escape(label, quote=True)}" viewBox="0 0 {width} {height:.0f}">'
-    ]
-    parts += key
     # What is full is drawn last, above the others.
     for edge in sorted(network.edges, key=lambda each: (each.is_full, each.load)):
         (x, y), (to_x, to_y) = (places[name] for name in edge.ends)
@@ -96,20 +94,7 @@ def _drawn(network: Network, label: str, form: str, width: int) -> str:
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size:.1f}" style="{style}">{told}</circle>')
         if width / len(row) >= _LEAST_PX:
             parts += _labels(row, places, upright[tier], tier)
-    return "\n".join([*parts, "</svg>"])
-
-
-def _key(entries: Sequence[tuple[str, str]], width: int) -> tuple[list[str], float]:
-    """Its parts, in lines, and its height."""
-    parts, x, y = [], 2.0, 13.0
-    for text, colour in entries:
-        wide = 22 + _text_px(text) + 14
-        if x + wide > width and x > 2:
-            x, y = 2.0, y + _LINE_PX
-        parts.append(f'<rect x="{x:.1f}" y="{y - 9:.1f}" width="14" height="10" rx="2" style="fill:var(--{colour})"/>')
-        parts.append(_text(x + 20, y, text, "start"))
-        x += wide
-    return parts, y + 6
+    return height, parts
 
 
 def _labels(row: Sequence[Node], places: dict[str, tuple[float, float]], is_upright: bool, tier: int) -> list[str]:
@@ -118,16 +103,10 @@ def _labels(row: Sequence[Node], places: dict[str, tuple[float, float]], is_upri
     for node in row:
         x, y = places[node.name]
         if not is_upright:
-            found.append(_text(x, y + 20 if tier == 0 else y - 10, node.label, "middle"))
+            found.append(svg.text(x, y + 20 if tier == 0 else y - 10, node.label, "middle"))
         elif tier == 0:
-            found.append(_text(x + 4, y + 11, _clipped(node.label), "end", turned=True))
+            found.append(svg.text(x + 4, y + 11, _clipped(node.label), "end", is_turned=True))
     return found
-
-
-def _text(x: float, y: float, text: str, anchor: str, *, turned: bool = False) -> str:
-    turn = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turned else ""
-    style = f"font-size:{_FONT_PX}px;fill:var(--ink);text-anchor:{anchor}"
-    return f'<text x="{x:.1f}" y="{y:.1f}" style="{style}"{turn}>{escape(text)}</text>'
 
 
 def _clipped(text: str) -> str:
@@ -135,12 +114,7 @@ def _clipped(text: str) -> str:
 
 
 def _clipped_px(row: Sequence[Node]) -> float:
-    return max((_text_px(_clipped(node.label)) for node in row), default=0)
-
-
-def _text_px(text: str) -> float:
-    """About: letters of 13 pixels are 7.6 wide in the widest of the usual fonts."""
-    return 7.6 * len(text)
+    return max((svg.text_px(_clipped(node.label)) for node in row), default=0)
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -148,8 +122,7 @@ def _mean(values: Iterable[float]) -> float:
     return sum(found) / len(found) if found else 0.0
 
 
-_WIDTHS_PX = {"wide": 820, "narrow": 390}
-_FONT_PX, _LINE_PX, _TIER_PX = 13, 19, 110
+_TIER_PX = 110
 _WIDEST_PX = 8.0
 # Nodes that are closer have no labels, which would cover each other.
 _LEAST_PX = 15.0

@@ -133,7 +133,7 @@ def _picture(picture: Picture) -> str:
 
 def _prose(text: str) -> str:
     """A number stays with its unit where a line is broken, and what stands between backticks is code."""
-    whole = re.sub(r"(?<=\d) (?=(?:[mµ]?s|B|[KMG]iB|[MG]B|[MG]B/s|Mbit/s|Gbit/s)\b|×)", "\u00a0", escape(text))
+    whole = re.sub(r"(?<=\d) (?=(?:[mµ]?s|B|[KMGT]iB|[kMGT]B(?:/s)?|[MG]bit/s)\b|×)", "\u00a0", escape(text))
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", whole)
 
 

@@ -1,12 +1,11 @@
-"""What ran when, row by row, as data and as SVG. Pure: no chart library, since rectangles are all there is."""
+"""What ran when, row by row, as data and as SVG. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
-from penstock.reports import ticks
+from penstock.reports import svg, ticks
 from penstock.reports.charts import Axis, Key
 
 __all__ = ["Row", "Stretch", "Timeline", "both_widths"]
@@ -48,28 +47,31 @@ class Timeline:
 def both_widths(timeline: Timeline, label: str) -> str:
     """Markup for a page: for wide screens, and for narrow ones. The stylesheet shows one of them. ``label`` is what screen
     readers say."""
-    return "\n".join(_drawn(timeline, label, form, width) for form, width in _WIDTHS_PX.items())
+    return svg.both_widths(lambda width: _drawn(timeline, width), label)
 
 
-def _drawn(timeline: Timeline, label: str, form: str, width: int) -> str:
-    widest = max((_text_px(row.label) for row in timeline.rows), default=0.0) + 12
+def _drawn(timeline: Timeline, width: int) -> tuple[float, list[str]]:
+    """Its height and its parts."""
+    widest = max((svg.text_px(row.label) for row in timeline.rows), default=0.0) + 12
     above = widest > width * 0.25
     left = 2.0 if above else widest
     plot = width - left - _MARGIN_PX
-    key, y = _key(timeline.key, width)
+    # A sample is as low as what it stands for.
+    key, y = svg.key(((each.text, each.colour, 5 if each.is_hollow else 10) for each in timeline.key), width)
+    y = y + 14 if timeline.key else 4.0
     top = y
     boxes: list[str] = []
     texts: list[str] = []
     for row in timeline.rows:
         if row.heading:
             y += 8 if row is not timeline.rows[0] else 0
-            texts.append(_text(0, y + 14, row.heading, "start", weight=650))
-            y += _LINE_PX + 2
+            texts.append(svg.text(0, y + 14, row.heading, "start", weight=650))
+            y += svg.LINE_PX + 2
         if above:
-            texts.append(_text(left, y + 13, row.label, "start"))
-            y += _LINE_PX - 1
+            texts.append(svg.text(left, y + 13, row.label, "start"))
+            y += svg.LINE_PX - 1
         else:
-            texts.append(_text(left - 8, y + _ROW_PX / 2 + 4.5, row.label, "end"))
+            texts.append(svg.text(left - 8, y + _ROW_PX / 2 + 4.5, row.label, "end"))
         boxes += _boxes(row, timeline.length, left, plot, y)
         y += _ROW_PX + 6
     places = ticks.linear(0, timeline.length or 1.0, most=max(2, int(plot / 90)))
@@ -80,15 +82,12 @@ def _drawn(timeline: Timeline, label: str, form: str, width: int) -> str:
             f'<line x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{y:.1f}" style="stroke:var(--line);stroke-width:1"/>'
         )
         told = timeline.axis.text(place)
-        half = _text_px(told) / 2
+        half = svg.text_px(told) / 2
         side = "start" if x - half < 0 else "end" if x + half > width else "middle"
-        texts.append(_text(x, y + 15, told, side))
-    texts.append(_text(left, y + 15 + _LINE_PX, timeline.axis.label, "start"))
-    height = y + 15 + _LINE_PX + 8
-    head = (
-        f'<svg class="{form}" role="img" aria-label="{escape(label, quote=True)}" viewBox="0 0 {width} {height:.0f}">'
-    )
-    return "\n".join([head, *key, *grid, *boxes, *texts, "</svg>"])
+        texts.append(svg.text(x, y + 15, told, side))
+    texts.append(svg.text(left, y + 15 + svg.LINE_PX, timeline.axis.label, "start"))
+    height = y + 15 + svg.LINE_PX + 8
+    return height, [*key, *grid, *boxes, *texts]
 
 
 def _boxes(row: Row, length: float, left: float, plot: float, y: float) -> list[str]:
@@ -119,32 +118,5 @@ def _boxes(row: Row, length: float, left: float, plot: float, y: float) -> list[
     return found
 
 
-def _key(entries: Sequence[Key], width: int) -> tuple[list[str], float]:
-    """Its parts, in lines, and its height."""
-    parts, x, y = [], 2.0, 13.0
-    for each in entries:
-        wide = 22 + _text_px(each.text) + 14
-        if x + wide > width and x > 2:
-            x, y = 2.0, y + _LINE_PX
-        high = 5 if each.is_hollow else 10  # as low as what it stands for
-        parts.append(
-            f'<rect x="{x:.1f}" y="{y + 1 - high:.1f}" width="14" height="{high}" style="fill:var(--{each.colour})"/>'
-        )
-        parts.append(_text(x + 20, y, each.text, "start"))
-        x += wide
-    return parts, y + 14 if entries else 4.0
-
-
-def _text(x: float, y: float, text: str, anchor: str, *, weight: int = 400) -> str:
-    style = f"font-size:{_FONT_PX}px;font-weight:{weight};fill:var(--ink);text-anchor:{anchor}"
-    return f'<text x="{x:.1f}" y="{y:.1f}" style="{style}">{escape(text)}</text>'
-
-
-def _text_px(text: str) -> float:
-    """About: letters of 13 pixels are 7.6 wide in the widest of the usual fonts."""
-    return 7.6 * len(text)
-
-
-_WIDTHS_PX = {"wide": 820, "narrow": 390}
-_FONT_PX, _LINE_PX, _ROW_PX, _MARGIN_PX = 13, 19, 16, 12
+_ROW_PX, _MARGIN_PX = 16, 12
 _LEAST_PX = 0.35

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock import renamed
+from penstock.addresses import split
 from penstock.errors import Config as ConfigError
 
 __all__ = [
-    "SETTINGS",
-    "Setting",
+    "VARIABLES",
     "Settings",
+    "Variable",
     "given_value",
     "read",
     "renamed_variables",
@@ -29,11 +30,10 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One setting."""
+class Variable:
+    """An environment variable: one setting."""
 
     name: str
-    """The environment variable."""
     default: str
     parse: Callable[[str], Any]
     meaning: str
@@ -95,13 +95,13 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
         penstock.errors.Config: a value that its setting does not take; the text quotes it and says what it takes.
     """
     values = {}
-    for setting in SETTINGS:
-        given = given_value(setting.name, environ)
-        text = setting.default if given is None else given
+    for variable in VARIABLES:
+        given = given_value(variable.name, environ)
+        text = variable.default if given is None else given
         try:
-            values[setting.name.removeprefix("PENSTOCK_").lower()] = setting.parse(text)
+            values[variable.name.removeprefix("PENSTOCK_").lower()] = variable.parse(text)
         except ValueError as error:
-            raise ConfigError(f"{setting.name}={text!r}: {error}. It means: {setting.meaning}") from None
+            raise ConfigError(f"{variable.name}={text!r}: {error}. It means: {variable.meaning}") from None
     return Settings(**values)
 
 
@@ -126,7 +126,7 @@ def renamed_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables that are named like settings but are none, with a message for each: a misspelt variable has no effect."""
-    known = {setting.name.removeprefix("PENSTOCK_") for setting in SETTINGS}
+    known = {variable.name.removeprefix("PENSTOCK_") for variable in VARIABLES}
     found = {}
     for name in sorted(environ):
         word = name.removeprefix("PENSTOCK_")
@@ -236,9 +236,8 @@ def _bytes(text: str) -> int:
 def _live(text: str) -> tuple[str, int] | None:
     if not text:
         return None
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not (port.isascii() and port.isdigit() and int(port) <= 65535) or (colon and not host):
+    host, port = split(text)
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535) or (":" in text and not host):
         raise ValueError("must be PORT or ADDR:PORT, with a port up to 65535")
     return host or "127.0.0.1", int(port)
 
@@ -271,8 +270,8 @@ OLD_NAMES = {"PENSTOCK_PLAN": "PENSTOCK_DEPLOYMENT"}
 CHECKS = ("nan", "mismatch", "slow")
 """The values of PENSTOCK_CHECK."""
 
-SETTINGS = (
-    Setting(
+VARIABLES = (
+    Variable(
         "PENSTOCK_INTERFACE",
         "",
         str,
@@ -280,13 +279,13 @@ SETTINGS = (
         "GLOO_SOCKET_IFNAME (names), NCCL_SOCKET_IFNAME (prefixes; = before exact names, ^ before what to leave out; all "
         "that match are used), else the interface that routes to the master.",
     ),
-    Setting(
+    Variable(
         "PENSTOCK_PORT_RANGE",
         "0",
         _ports,
         "ports to listen on, LOW-HIGH; 0 lets the kernel choose. Set it where a firewall opens a range only.",
     ),
-    Setting(
+    Variable(
         "PENSTOCK_STREAMS",
         "16",
         _streams,
@@ -294,20 +293,20 @@ SETTINGS = (
         "takes up to 272 KiB of memory. Not set: 16 between hosts; to a peer at an address of this host 1, or 4 "
         "for each I/O thread of several. Measured: docs/benchmarks/.",
     ),
-    Setting(
+    Variable(
         "PENSTOCK_IO_THREADS",
         "1",
         _threads,
         "threads of each rank that read, reduce and write (docs/design/threads.md). More of them help where one is at 100 % of a "
         "core and cores are free, over several streams or to several peers; ranks may have different numbers.",
     ),
-    Setting(
+    Variable(
         "PENSTOCK_SHM",
         "1",
         _flag,
         "1: ranks on one host read each other's memory. 0: they use TCP, as if they were on different hosts.",
     ),
-    Setting(
+    Variable(
         "PENSTOCK_PTRACER",
         "launcher",
         _ptracer,
@@ -315,27 +314,27 @@ SETTINGS = (
         "process that the ranks of a host descend from, and what it has started. any: every process of the same user. 0: "
         "nobody more; ranks then send tensors through the local socket.",
     ),
-    Setting(
+    Variable(
         "PENSTOCK_ALGORITHM",
         "auto",
         _algorithm,
         "all-reduce algorithm; rank 0's value counts for the group. auto chooses by size and hosts "
         "(docs/design/algorithms.md). Any but auto and aggregated switches PENSTOCK_DEPLOYMENT off.",
     ),
-    Setting(
+    Variable(
         "PENSTOCK_DEPLOYMENT",
         "",
         str,
         "a deployment file: large sums and averages of floats in groups of all ranks go through the servers and aggregators "
         "that it names (docs/guide/aggregated.md); rank 0's file counts. Empty: all-reduces go among the ranks.",
     ),
-    Setting(
+    Variable(
         "PENSTOCK_CHECKSUM",
         "0",
         _flag,
         "1: every frame carries a CRC32C; a damaged one is sent again. Costs about a tenth of a core at 10 Gbit/s.",
     ),
-    Setting(
+    Variable(
         "PENSTOCK_CHECK",
         "",
         _check,
@@ -345,7 +344,7 @@ SETTINGS = (
         "slow: a warning names the rank that keeps the others waiting, and why; costs a small exchange a step. "
         "The same on all ranks. Empty: nothing is looked for.",
     ),
-    Setting(
+    Variable(
         "PENSTOCK_TUNE",
         "0",
         _tune,
@@ -353,53 +352,53 @@ SETTINGS = (
         "streams, bucket size and algorithm during the first 100 steps, some of which are slower for it, and keep watch. A "
         "tuner's record (a file): what it chose. 0: the defaults.",
     ),
-    Setting(
+    Variable(
         "PENSTOCK_TUNE_RECORD",
         "",
         str,
         "a file that rank 0 writes when it has tuned, for `penstock tune --show` and for PENSTOCK_TUNE. Empty: none is written.",
     ),
-    Setting(
+    Variable(
         "PENSTOCK_SECRET",
         "",
         str,
         "job secret that every stream proves, the same on all ranks. Empty: one made by rank 0 and passed through "
         "the store, which guards against accidents only.",
     ),
-    Setting("PENSTOCK_SECRET_FILE", "", str, "a file that holds the job secret; PENSTOCK_SECRET wins."),
-    Setting(
+    Variable("PENSTOCK_SECRET_FILE", "", str, "a file that holds the job secret; PENSTOCK_SECRET wins."),
+    Variable(
         "PENSTOCK_PEER_TIMEOUT",
         "4",
         _seconds,
         "seconds of silence after which a rank is lost. Raise it where machines are suspended or heavily overloaded.",
     ),
-    Setting(
+    Variable(
         "PENSTOCK_SOCKET_BUFFER",
         "0",
         _bytes,
         "SO_SNDBUF and SO_RCVBUF in bytes; 0 leaves them to the kernel, which is right unless its limits are tiny.",
     ),
-    Setting(
+    Variable(
         "PENSTOCK_FLIGHT_RECORDER",
         "",
         str,
         "a folder: every rank writes its last operations there, as rank-N.json, when a group fails or on SIGUSR2, for "
         "`penstock flight`. Empty: nothing is written. Costs nothing before that.",
     ),
-    Setting(
+    Variable(
         "PENSTOCK_ELASTIC_STORE",
         "",
         str,
         "HOST:PORT of the store that the workers of an elastic job agree through (docs/guide/elastic.md), the same on all of "
         "them: what `python -m penstock.elastic.store` prints. Empty: `penstock.elastic.run` must be given one.",
     ),
-    Setting(
+    Variable(
         "PENSTOCK_ELASTIC_JOB",
         "default",
         lambda text: text or "default",
         "the elastic job's name, which tells jobs on one store apart; the same on all its workers.",
     ),
-    Setting(
+    Variable(
         "PENSTOCK_LIVE",
         "",
         _live,
@@ -407,21 +406,21 @@ SETTINGS = (
         "address, or at ADDR:PORT, where others can reach it; rank 0's value counts. 0 lets the kernel choose the port. Costs "
         "less than 0.5 % of a core on each rank. Empty: nothing runs.",
     ),
-    Setting(
+    Variable(
         "PENSTOCK_LIVE_TOKEN",
         "",
         _live_token,
         "the token that whoever looks at the live view must have, so that its URL stays the same; rank 0. Empty: a random one.",
     ),
-    Setting(
+    Variable(
         "PENSTOCK_LIVE_TENSORBOARD",
         "",
         str,
         "a folder where rank 0 writes the live view's numbers for TensorBoard, also without PENSTOCK_LIVE. Empty: none.",
     ),
-    Setting("PENSTOCK_LOG", "warn", _level, "what is printed on standard error: error, warn, info or debug."),
+    Variable("PENSTOCK_LOG", "warn", _level, "what is printed on standard error: error, warn, info or debug."),
 )
 
-assert [setting.name.removeprefix("PENSTOCK_").lower() for setting in SETTINGS] == [
+assert [variable.name.removeprefix("PENSTOCK_").lower() for variable in VARIABLES] == [
     field.name for field in fields(Settings)
 ]

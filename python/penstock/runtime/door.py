@@ -29,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.addresses import joined, split
 from penstock.errors import Config, PenstockError, Refused, Timeout
 
 __all__ = ["Address", "Door", "enter"]
@@ -50,14 +51,13 @@ class Address:
         Raises:
             penstock.errors.Config: it is no such text.
         """
-        host, colon, port = text.rpartition(":")
-        host = host.removeprefix("[").removesuffix("]")
-        if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        host, port = split(text)
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise Config(f'address="{text}": give "host:port", such as "10.0.0.1:4000"')
         return cls(host, int(port))
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return joined(self.host, self.port)
 
 
 class Door:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from penstock.addresses import joined
+
 __all__ = ["Keys", "StoreError", "base", "is_served_here", "keep_alive", "master"]
 
 
@@ -90,9 +92,7 @@ def master(store: Any) -> str | None:
     store = base(store)
     host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR")
     port = getattr(store, "port", None) or os.environ.get("MASTER_PORT") or "1"
-    if not host:
-        return None
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return joined(host, port) if host else None
 
 
 def keep_alive(store: Any, silent_s: float) -> None:

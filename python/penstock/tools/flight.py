@@ -15,6 +15,8 @@ from typing import Any
 
 import click
 
+from penstock.numbers import milliseconds
+
 __all__ = ["command", "describe", "flight_record"]
 
 
@@ -64,7 +66,7 @@ def _operation(one: dict[str, Any]) -> str:
     if one["ended_s_ago"] is None:
         end = "running" + (f", waits for {lacks}" if lacks else "")
     else:
-        end = f"{'done' if one['well'] else 'FAILED'} after {1e3 * (one['issued_s_ago'] - one['ended_s_ago']):.1f} ms"
+        end = f"{'done' if one['well'] else 'FAILED'} after {milliseconds(one['issued_s_ago'] - one['ended_s_ago'])}"
         end += f", waited for {lacks}" if lacks else ""
     number = "" if one["number"] is None else f" #{one['number']}"
     return f"-{one['issued_s_ago']:.3f} s  {one['group']}{number} {one['operation']} ({one['algorithm']}): {end}"

@@ -73,7 +73,7 @@ def gather() -> dict[str, Any]:
         listening = str(error)
         wrong.append(listening)
     settings = []
-    for setting in config.SETTINGS:
+    for setting in config.VARIABLES:
         value = config.given_value(setting.name)
         shown = setting.default if value is None else value
         if setting.name == "PENSTOCK_SECRET" and shown:

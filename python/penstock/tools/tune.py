@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from penstock.numbers import milliseconds
 from penstock.training.tune.explain import explain
 from penstock.training.tune.memory import Memory
 from penstock.training.tune.tuner import load_record, verify
@@ -53,5 +54,5 @@ def _show_memory(memory: Memory) -> None:
         kind = entry.model.nodes[0][0] if entry.model.nodes else "nothing"
         click.echo(
             f"  {kind}, {parameters:,.0f} parameters in {len(entry.model.nodes)} nodes, {ranks:.0f} ranks on {hosts} hosts: "
-            f"{entry.setting}, {1e3 * entry.seconds:.1f} ms a step"
+            f"{entry.setting}, {milliseconds(entry.seconds)} a step"
         )

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from penstock import _core
 from penstock.errors import Closed, Diverged, Mismatch
+from penstock.numbers import byte_rate, milliseconds
 from penstock.runtime import process
 from penstock.torch.gather import Gather
 
@@ -331,8 +332,8 @@ def straggler(history: Sequence[Sequence[Pass]]) -> Verdict | None:
         return Verdict(
             at,
             kind,
-            f"rank {at} was last in {slow.last} of {len(history)}: it computes {1e3 * slow.compute_s:.1f} ms a step, the others "
-            f"{1e3 * usual_s:.1f} ms, and they wait {1e3 * slow.waited_for_s:.1f} ms for it. {reason}",
+            f"rank {at} was last in {slow.last} of {len(history)}: it computes {milliseconds(slow.compute_s)} a step, the others "
+            f"{milliseconds(usual_s)}, and they wait {milliseconds(slow.waited_for_s)} for it. {reason}",
         )
     links = {rank: one.link_bytes_per_s for rank, one in enumerate(ranks) if one.link_bytes_per_s is not None}
     exchange_s = statistics.median(one.exchange_s for one in ranks)
@@ -345,8 +346,8 @@ def straggler(history: Sequence[Sequence[Pass]]) -> Verdict | None:
     return Verdict(
         at,
         "slow link",
-        f"the link of rank {at} is slow: its streams deliver {links[at] / 1e6:.1f} MB/s at best, those of the others "
-        f"{usual / 1e6:.1f} MB/s, and {exchange_s / step_s:.0%} of a step is spent on the network. `penstock doctor` measures "
+        f"the link of rank {at} is slow: its streams deliver {byte_rate(links[at])} at best, those of the others "
+        f"{byte_rate(usual)}, and {exchange_s / step_s:.0%} of a step is spent on the network. `penstock doctor` measures "
         "it alone.",
     )
 
@@ -355,7 +356,7 @@ def _reason(slow: _Rank, others: Sequence[_Rank]) -> tuple[str, str]:
     """Why a rank computes for longer: because it does more, if its processor time accounts for most of the factor."""
     usual_s = statistics.median(one.compute_s for one in others)
     usual_cpu_s = statistics.median(one.cpu_s for one in others)
-    shares = f"{1e3 * slow.cpu_s:.1f} ms of processor time against {1e3 * usual_cpu_s:.1f} ms"
+    shares = f"{milliseconds(slow.cpu_s)} of processor time against {milliseconds(usual_cpu_s)}"
     if (slow.cpu_s / max(usual_cpu_s, 1e-6)) ** 2 >= slow.compute_s / max(usual_s, 1e-6):
         return "computes longer", f"It computes longer: {shares}; has it more data, other code, or a slower processor?"
     if slow.load > CROWDED:

@@ -17,7 +17,7 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ from penstock.training import checks, deferral, optimizer_steps, ownership, pass
 from penstock.training.broadcast import broadcast_values
 from penstock.training.passes import BackwardPass
 from penstock.training.slots import Slots
-from penstock.training.steps import SHARED, Steps, state
+from penstock.training.step_checks import CALL_AVERAGE, StepChecks
+from penstock.training.steps import SHARED, Steps
 from penstock.training.trained import Trained
 from penstock.training.tune import Setting, Tuner
 
@@ -43,7 +44,7 @@ log = logging.getLogger("penstock")
 
 
 @renamed.arguments(unit_bytes="bucket_bytes")
-class GradientReducer:
+class GradientReducer(StepChecks):
     """Averages the gradients of a model over the ranks of a group, from its construction on, in every backward pass.
     The model and its parameters keep it alive; when it is collected with them, it closes.
 
@@ -274,7 +275,7 @@ class GradientReducer:
 
     @property
     def setting(self) -> Setting:
-        """The setting in force. Algorithm ``auto``: the planner chooses, by size and hosts."""
+        """The setting in force. Algorithm ``auto``: chosen by size and hosts."""
         return self._setting if self._tuning is None else self._tuning.setting
 
     @property
@@ -546,115 +547,14 @@ class GradientReducer:
                     "DDP wrap the module anew): they go on with rank 0's parameters. Give all ranks its optimizer's state, too"
                 )
 
-    def _check_in_pass(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if an optimizer steps in the middle of a pass (in a hook) by gradients that are being averaged."""
-        submitted = self._pass.handed if self._pass is not None else {}
-        for one in optimizer_steps.parameters(optimizer):
-            index = self._trained.index.get(one)
-            if index is not None and (index in submitted or self._is_to_come(index, one.grad)):
-                raise ConfigError(
-                    f"rank {self._buckets.rank}: an optimizer steps {self._trained.names[index]} within the backward pass, "
-                    "when its gradient is not averaged yet. Step after backward()"
-                )
-
-    def _is_to_come(self, index: int, gradient: torch.Tensor | None) -> bool:
-        """Whether a gradient is not what the last pass has delivered: a hook that was registered before this reducer's sees it
-        first."""
-        if gradient is None or not self._synchronises():
-            return False
-        delivered = self._steps.averages.get(index)
-        return delivered is None or delivered[0] != state(gradient)[0]
-
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step. If it steps parameters of this reducer outside of no_sync, average what is not averaged
-        yet."""
-        steps, trained = self._steps, self._trained
-        stepped = steps.stepped.get(optimizer)
-        if stepped is None and trained.ids.isdisjoint(map(id, optimizer_steps.parameters(optimizer))):
-            if self._synchronises():
-                self._check_left_out(trained.joined(optimizer))
-            return
-        if self._synchronises():
-            for group in optimizer.param_groups:
-                if not trained.ids.issuperset(map(id, group["params"])):
-                    self._check_left_out(one for one in group["params"] if one not in trained.all)
-            is_pending = self._deferral is not None and self._deferral.is_pending()
-            are_delivered = is_pending or steps.are_delivered(optimizer_steps.parameters(optimizer), trained.index)
-            if self._lacks_average(
-                (stepped or 0) == steps.passes, optimizer_steps.parameters(optimizer), bool(are_delivered)
-            ):
-                if optimizer_steps.is_scaled():
-                    raise ConfigError(
-                        f"rank {self._buckets.rank}: GradScaler.step() makes a step whose gradients are not averaged, and has "
-                        f"unscaled and checked this rank's own: other ranks may skip the step. {_CALL_AVERAGE}"
-                    )
-                is_late = steps.was_late = self._average_rest()
-            else:
-                is_late, steps.was_late = steps.was_late, False
-                steps.was_changed = are_delivered is False
-            if is_late and steps.was_changed:
-                raise ConfigError(
-                    f"rank {self._buckets.rank}: gradients were averaged within optimizer.step() in this step or the one before, "
-                    "because no backward pass outside no_sync reached a parameter, and this script changes averages before it "
-                    f"steps (by clip_grad_norm_, for one): other ranks did. {_CALL_AVERAGE}"
-                )
-        steps.stepped[optimizer] = steps.passes
-        if self._deferral is not None and self._deferral.optimizer is optimizer:
-            self._deferral.step()
-
-    def _after_closure(self, optimizer: torch.optim.Optimizer, loss: Any) -> None:
-        """An optimizer's closure has made the passes of its step."""
-        if self._synchronises():
-            self._check_left_out(self._trained.joined(optimizer))
-            kept = self._steps.kept
-            if kept and any(one in kept and one.grad is not None for one in optimizer_steps.parameters(optimizer)):
-                raise ConfigError(
-                    f"rank {self._buckets.rank}: after the closure of optimizer.step(), gradients of passes under no_sync are "
-                    f"not averaged. Make the closure's last pass outside no_sync. {_CALL_AVERAGE}"
-                )
-            # Other ranks need not step an optimizer that has none of these parameters.
-            is_ours = not self._trained.ids.isdisjoint(map(id, optimizer_steps.parameters(optimizer)))
-            if is_ours and optimizer_steps.searches_line(optimizer) and self._checks.differ(float(loss)):
-                raise ConfigError(
-                    f"{type(optimizer).__name__} with line_search_fn takes steps by the loss, and ranks have different ones "
-                    f"(rank {self._buckets.rank}: {float(loss)}): they would part. Let the closure return the ranks' average"
-                )
+    def _all_averaged(self) -> list[Set[torch.nn.Parameter]]:
+        return [reducer._trained.all for reducer in list(_alive.values())]
 
     def _ignored(self, model: Any) -> set[torch.nn.Parameter]:
         return set()  # parameters that are not to be averaged
 
     def _averages_itself(self, model: Any) -> bool:
         return isinstance(model, torch.nn.parallel.DistributedDataParallel)
-
-    def _check_left_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Raise if one of these, which this reducer does not average, has a gradient: the model was unfrozen, or it grew, and
-        each rank would step it by a gradient of its own."""
-        found = [one for one in parameters if one.requires_grad and one.grad is not None]
-        averaged = [reducer._trained.all for reducer in list(_alive.values())] if found else []
-        found = [one for one in found if not any(one in theirs for theirs in averaged)]
-        name = self._trained.name_of_part(found) if found else None
-        if name is not None:
-            raise ConfigError(
-                f"rank {self._buckets.rank}: the gradient of {name} is not averaged: the parameter "
-                "required no gradient, or was no part of the model, when the reducer was made. After a model is unfrozen or "
-                "grows, close() its reducer and make another one, on all ranks"
-            )
-
-    def _lacks_average(
-        self, has_stepped: bool, parameters: Iterable[torch.nn.Parameter], are_delivered: bool = False
-    ) -> bool:
-        """Whether gradients must be averaged before these parameters are stepped.
-
-        Args:
-            has_stepped: no pass was averaged since the last step: this step's passes have reached no parameter, though other
-                ranks' may have, and wait for this rank.
-            are_delivered: there are averages.
-        """
-        kept = self._steps.kept
-        if has_stepped or (kept and any(one in kept for one in parameters)):
-            return True
-        # Also where a step was left out: its averages were dropped, and no pass has made others.
-        return not are_delivered and all(one.grad is None for one in self._trained.all)
 
     def _average_rest(self) -> bool:
         """Average what passes under no_sync have left, or nothing if they have left none.
@@ -670,7 +570,7 @@ class GradientReducer:
             name = "a sparse weight" if index is None else self._trained.names[index]
             raise ConfigError(
                 f"rank {self._buckets.rank}: the gradient of {name} was changed (by clip_grad_norm_, for "
-                f"one) after a pass under no_sync had made it and before it was averaged. {_CALL_AVERAGE}"
+                f"one) after a pass under no_sync had made it and before it was averaged. {CALL_AVERAGE}"
             )
         self._begin()
         try:
@@ -688,10 +588,6 @@ class GradientReducer:
         self._steps.averages = current.deliver(self._trained.dense, self._reducer.was_absent)
 
 
-_CALL_AVERAGE = (
-    "Call GradientReducer.average() on all ranks, after the last backward pass of a step and before what changes gradients "
-    "(docs/guide/gradients.md)."
-)
 _task = torch._C._current_graph_task_id
 # By their numbers, in the order in which they were made.
 _alive: weakref.WeakValueDictionary[int, GradientReducer] = weakref.WeakValueDictionary()

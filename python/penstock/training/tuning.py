@@ -1,7 +1,7 @@
 """Couples the tuner (`penstock.tune`) to gradients: applies the setting of each step, and measures the step's cost.
 
 ```text
-  first gradient of a pass   have all decided alike? ──> Tuner.begin_step ──> Reducer.set_way     (nothing is in flight yet)
+  first gradient of a pass   have all decided alike? ──> Tuner.begin_step ──> Reducer.apply     (nothing is in flight yet)
   end of the pass            seconds since the end of the last one ──all-reduce, MAX──> Tuner.end_step
 ```
 A step lasts from the end of one synchronised backward pass to the end of the next, so the optimizer, the data and passes under
@@ -84,7 +84,7 @@ def apply(core: _core.Reducer, setting: Setting) -> None:
     if setting.compression not in WIRES:
         raise ConfigError(f"no compression {setting.compression!r}: there are {', '.join(WIRES)}")
     try:
-        core.set_way(
+        core.apply(
             bucket_bytes=setting.bucket_bytes,
             wire=WIRES[setting.compression],
             algorithm=None if setting.algorithm == AUTO else setting.algorithm,
@@ -106,11 +106,11 @@ def space_of(
         pinned: the fields that the user has decided.
         open_streams: to a rank, at the most.
     """
-    # Between ranks of one host, memory is read: no stream carries anything, and no algorithm reads less than the planner's.
+    # Between ranks of one host, memory is read: no stream carries anything, and what `auto` chooses reads least.
     several = len(set(hosts)) > 1
     algorithms = [AUTO]
     if several and len(hosts) > 2:
-        # The planner takes a ring for all buckets of these sizes, or hierarchical where ranks share hosts.
+        # The choice is a ring for all buckets of these sizes, or hierarchical where ranks share hosts.
         algorithms += ["halving-doubling"] if len(set(hosts)) == len(hosts) else ["ring", "halving-doubling"]
     return Space.standard(
         default,
@@ -350,7 +350,7 @@ WIRES = {"off": None, "fp16": "float16", "bf16": "bfloat16"}
 """The tuner's words for what is on the wire, and torch's."""
 
 AUTO = "auto"
-"""The planner chooses the algorithm, by size and hosts."""
+"""The algorithm is chosen by size and hosts."""
 
 # Three times 2 MiB: half a second at 100 Mbit/s. The first one finds out the rates of the streams.
 PROBE_BYTES = 2 << 20

@@ -294,7 +294,7 @@ impl Server {
         if header.kind == Kind::Push {
             let is_past = header.flags & FLAG_FULL != 0 && !self.hops.list[hop].is_full;
             if !self.is_bypassed(hop) && !is_past {
-                return Err(Refusal::Place);
+                return Err(Refusal::Bypass);
             }
             self.paths.of_mut(hop).table.reserve();
         }

@@ -25,7 +25,7 @@ pub(super) struct Pull {
     /// The server has sent the results before it.
     known: Serial,
     /// What is known of the numbers from `received` on, by number modulo the window.
-    places: Vec<Place>,
+    expected: Vec<Expected>,
     /// Numbers to request.
     due: VecDeque<Serial>,
     /// When [`Worker::pull_missing`] is due.
@@ -33,7 +33,7 @@ pub(super) struct Pull {
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Place {
+struct Expected {
     is_here: bool,
     /// When the result is requested next.
     at: Option<Time>,
@@ -47,21 +47,21 @@ impl Pull {
             received: start,
             everywhere: start,
             known: start,
-            places: vec![Place::default(); window as usize],
+            expected: vec![Expected::default(); window as usize],
             due: VecDeque::new(),
             at: None,
         }
     }
 
     fn index(&self, number: Serial) -> usize {
-        number.0 as usize & (self.places.len() - 1)
+        number.0 as usize & (self.expected.len() - 1)
     }
 
     /// The numbers that the server has sent and that are not here.
     fn missing(&self) -> impl Iterator<Item = Serial> + use<'_> {
         let sent = self.known.ahead_of(self.received).max(0) as u32;
         let all = (0..sent).map(|i| self.received.plus(i));
-        all.filter(|number| !self.places[self.index(*number)].is_here)
+        all.filter(|number| !self.expected[self.index(*number)].is_here)
     }
 
     /// Results below `before` that are not here are requested at this time, if nothing is decided of them.
@@ -69,9 +69,9 @@ impl Pull {
         let all: Vec<Serial> = self.missing().filter(|number| before.is_newer_than(*number)).collect();
         for number in all {
             let index = self.index(number);
-            let place = &mut self.places[index];
-            if place.tries == 0 && place.at.is_none_or(|before| at < before) {
-                place.at = Some(at);
+            let expected = &mut self.expected[index];
+            if expected.tries == 0 && expected.at.is_none_or(|before| at < before) {
+                expected.at = Some(at);
                 self.at = Some(self.at.map_or(at, |soonest| soonest.min(at)));
             }
         }
@@ -109,7 +109,7 @@ impl Worker {
         let is_bounded = self.rules.hold(Rule::Deliver);
         let round_trip = self.round_trip();
         let pull = self.pull.as_mut().ok_or(Refusal::Kind)?;
-        let window = pull.places.len() as u32;
+        let window = pull.expected.len() as u32;
         if is_bounded && pull.received.is_newer_than(number) {
             return Err(Refusal::Stale);
         }
@@ -121,17 +121,17 @@ impl Worker {
             return Err(Refusal::Ack);
         }
         let index = pull.index(number);
-        if is_bounded && pull.places[index].is_here {
+        if is_bounded && pull.expected[index].is_here {
             return Err(Refusal::Duplicate);
         }
-        pull.places[index] = Place { is_here: true, at: None, tries: 0 };
+        pull.expected[index] = Expected { is_here: true, at: None, tries: 0 };
         pull.known = pull.known.newest(number.plus(1));
         // As in QUIC: what lies three before one that has come was not overtaken but lost.
         pull.expect(number.plus(0u32.wrapping_sub(super::REORDERED as u32 - 1)), now);
         pull.expect(number, now.plus(round_trip));
-        while pull.places[pull.index(pull.received)].is_here {
+        while pull.expected[pull.index(pull.received)].is_here {
             let index = pull.index(pull.received);
-            pull.places[index] = Place::default();
+            pull.expected[index] = Expected::default();
             pull.received = pull.received.plus(1);
         }
         self.made_progress(now);
@@ -149,16 +149,16 @@ impl Worker {
         let all: Vec<Serial> = pull.missing().collect();
         for number in all {
             let index = pull.index(number);
-            let place = &mut pull.places[index];
-            let Some(at) = place.at else { continue };
+            let expected = &mut pull.expected[index];
+            let Some(at) = expected.at else { continue };
             if at <= now {
-                place.tries = (place.tries + 1).min(MOST_TRIES);
-                place.at = Some(now.plus(waits[usize::from(place.tries) - 1]));
+                expected.tries = (expected.tries + 1).min(MOST_TRIES);
+                expected.at = Some(now.plus(waits[usize::from(expected.tries) - 1]));
                 if is_fetched && !pull.due.contains(&number) {
                     pull.due.push_back(number);
                 }
             }
-            let at = pull.places[index].at;
+            let at = pull.expected[index].at;
             pull.at = pull.at.into_iter().chain(at).min();
         }
     }
@@ -168,11 +168,11 @@ impl Worker {
         let is_trusted = self.config.ask_parent && !self.way.is_direct && !self.lost;
         let pull = self.pull.as_mut()?;
         while let Some(number) = pull.due.pop_front() {
-            let place = pull.places[pull.index(number)];
-            if pull.received.is_newer_than(number) || place.is_here {
+            let expected = pull.expected[pull.index(number)];
+            if pull.received.is_newer_than(number) || expected.is_here {
                 continue;
             }
-            let above = is_trusted && place.tries <= ASK_ABOVE;
+            let above = is_trusted && expected.tries <= ASK_ABOVE;
             let to = if above { self.config.parent } else { self.config.server };
             return Some(Outbound { to, header: self.upward(Kind::Pull, number) });
         }
@@ -195,7 +195,7 @@ impl Worker {
         let is_fetched = self.rules.hold(Rule::Request);
         if let Some(pull) = self.pull.as_mut().filter(|_| is_fetched) {
             let index = pull.index(number);
-            pull.places[index].tries = (pull.places[index].tries + 1).min(ASK_ABOVE + 1);
+            pull.expected[index].tries = (pull.expected[index].tries + 1).min(ASK_ABOVE + 1);
             pull.due.push_back(number);
         }
     }
@@ -207,6 +207,6 @@ impl Pull {
     pub(super) fn digest(&self, state: &mut impl std::hash::Hasher) {
         use std::hash::Hash;
         (self.received, self.everywhere, self.known).hash(state);
-        self.places.iter().for_each(|place| (place.is_here, place.tries).hash(state));
+        self.expected.iter().for_each(|expected| (expected.is_here, expected.tries).hash(state));
     }
 }

@@ -82,6 +82,9 @@ impl Worker {
             let index = self.index(seq);
             let entry = &mut self.entries[index];
             (entry.missed_at, entry.misses) = (now, entry.misses + 1);
+            if entry.misses == 1 {
+                self.congestion.on_lost_result(entry.order, self.clock.orders);
+            }
         }
     }
 

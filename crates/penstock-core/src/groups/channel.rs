@@ -18,7 +18,7 @@ pub struct Channel {
     pub(super) is_vigil: bool,
     pub(super) issued: Issued,
     pub(super) ended: Ended,
-    /// The algorithm of all-reduces; `None`: the planner's choice.
+    /// The algorithm of all-reduces; `None`: chosen by size and hosts.
     pub(super) algorithm: Option<Algorithm>,
     pub(super) farewells: Farewells,
     pub(super) failed: Option<Failure>,

@@ -23,7 +23,7 @@ pub struct Group<B> {
     /// How messages call each rank.
     pub(super) who: Vec<Arc<str>>,
     pub(super) placement: Placement,
-    /// The algorithm of all-reduces that channels begin with; `None`: the planner's choice.
+    /// The algorithm of all-reduces that channels begin with; `None`: chosen by size and hosts.
     pub(super) algorithm: Option<Algorithm>,
     /// By number, the main one always.
     pub(super) channels: BTreeMap<ChannelId, Channel>,

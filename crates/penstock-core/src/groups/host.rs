@@ -105,7 +105,7 @@ pub struct Issue<'a> {
 pub struct Beginning<'a> {
     /// What the caller asks for.
     pub call: &'a Call,
-    /// The same for the planner.
+    /// What its plan is made for.
     pub request: &'a Request,
     /// Its plan.
     pub steps: &'a Arc<Steps>,

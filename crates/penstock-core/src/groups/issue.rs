@@ -171,7 +171,7 @@ impl<B> Group<B> {
             reason = format!("{wanted} (PENSTOCK_ALGORITHM or the tuner) instead of {algorithm}");
             algorithm = wanted;
         }
-        let steps = match common.planner.steps(&request, algorithm) {
+        let steps = match common.plans.steps(&request, algorithm) {
             Ok(steps) => steps,
             Err(error) => {
                 let message = format!("{}: {error}.", call.fingerprint.describe());

@@ -32,7 +32,7 @@ pub struct Join {
     pub members: Vec<Option<PeerId>>,
     /// How messages call each rank.
     pub who: Vec<Arc<str>>,
-    /// The algorithm of all-reduces; `None`: the planner's choice.
+    /// The algorithm of all-reduces; `None`: chosen by size and hosts.
     pub algorithm: Option<Algorithm>,
 }
 

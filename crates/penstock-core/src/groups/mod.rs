@@ -35,7 +35,7 @@ use crate::name::OpId;
 use crate::operation::{Effect, Place};
 use crate::reported::{Overtaken, Reported};
 use directory::Directory;
-use penstock_plan::{Algorithm, Planner, Thresholds};
+use penstock_plan::{Algorithm, Plans, Thresholds};
 use penstock_stream::MessageKey;
 use penstock_stream::handshake::NodeKey;
 use penstock_stream::peer::OpStatus;
@@ -62,7 +62,7 @@ struct Common<K> {
     early: Early<K>,
     /// How many of those are kept. Credit bounds their bytes, this bounds their number.
     most_early: usize,
-    planner: Planner,
+    plans: Plans,
     thresholds: Thresholds,
     /// Groups that are about to fail.
     pending_failures: Vec<Pending>,
@@ -134,7 +134,7 @@ impl<B, K> Groups<B, K> {
                 unjoined: Unjoined::default(),
                 early: Early::default(),
                 most_early,
-                planner: Planner::default(),
+                plans: Plans::default(),
                 thresholds,
                 pending_failures: Vec::new(),
                 work: BTreeSet::new(),

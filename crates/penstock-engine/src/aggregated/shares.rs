@@ -1,6 +1,6 @@
 //! What of a tensor goes to which server: what the plan of an aggregated all-reduce pushes.
 
-use penstock_plan::{Action, Algorithm, Collective, Placement, Planner, Request};
+use penstock_plan::{Action, Algorithm, Collective, Placement, Plans, Request};
 use penstock_types::DType;
 use std::ops::Range;
 
@@ -9,14 +9,14 @@ pub(super) struct Shares {
     rank: u32,
     world: u32,
     placement: Placement,
-    planner: Planner,
+    plans: Plans,
 }
 
 impl Shares {
     /// `weights`: of each server, its part of each tensor.
     pub(super) fn new(rank: u32, world: u32, weights: &[u32]) -> Shares {
         let placement = Placement::separate_hosts(world).with_servers(weights);
-        Shares { rank, world, placement, planner: Planner::default() }
+        Shares { rank, world, placement, plans: Plans::default() }
     }
 
     /// The bytes that each server adds, in the order of the servers; alike on all ranks. A packet is for `block_bytes` of them.
@@ -31,7 +31,7 @@ impl Shares {
             splits: None,
             segment_bytes: block_bytes as u64,
         };
-        let steps = self.planner.steps(&request, Algorithm::Aggregated).expect("whole elements, and there are servers");
+        let steps = self.plans.steps(&request, Algorithm::Aggregated).expect("whole elements, and there are servers");
         let mut shares = vec![Range::default(); self.placement.servers().len()];
         for step in &steps.steps {
             let Action::Push { server, src } = step.action else { continue };

@@ -1,6 +1,6 @@
 //! A client: its thread, and the calls that callers make.
 
-use super::connection::{self, Connection, SERVER, Span, Way};
+use super::connection::{self, Connection, Direction, SERVER, Span};
 use super::memory::{Memory, Spare};
 use super::server::MOST_BYTES;
 use crate::engine::Engine;
@@ -378,7 +378,7 @@ impl Driver {
                     let input = self.input.clone();
                     // The call keeps the caller's memory until this has ended.
                     let sent = move || drop(input.send(Input::Sent(call)));
-                    made.transfers.push(self.connection.transfer(Way::Out, (slot, priority), span, own, sent));
+                    made.transfers.push(self.connection.transfer(Direction::Out, (slot, priority), span, own, sent));
                 }
                 ClientAction::Receive { call, slot, len, target, priority } => {
                     let made = self.made.get_mut(&call).expect("it runs");
@@ -391,7 +391,7 @@ impl Driver {
                     let span = made.own.as_ref().map_or_else(|| made.into.expect("its caller's"), |own| Span::of(own));
                     let input = self.input.clone();
                     let (own, received) = (made.own.clone(), move || drop(input.send(Input::Received(call))));
-                    made.transfers.push(self.connection.transfer(Way::In, (slot, priority), span, own, received));
+                    made.transfers.push(self.connection.transfer(Direction::In, (slot, priority), span, own, received));
                 }
                 ClientAction::Reprioritise { call, priority } => {
                     let transfers = self.made.get(&call).into_iter().flat_map(|made| &made.transfers);

@@ -27,9 +27,9 @@ pub(super) struct Connection {
     pub(super) is_leaving: bool,
 }
 
-/// Which way the bytes of a call go.
+/// Where the bytes of a call go.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Way {
+pub(super) enum Direction {
     Out,
     In,
 }
@@ -103,15 +103,15 @@ impl Connection {
     /// group fails before.
     pub(super) fn transfer<K: Any + Send>(
         &self,
-        way: Way,
+        direction: Direction,
         (slot, priority): (u32, Priority),
         bytes: Span,
         keep: K,
         done: impl FnOnce() + Send + 'static,
     ) -> Ticket {
-        let collective = match way {
-            Way::Out => Collective::Send { to: self.other },
-            Way::In => Collective::Recv { from: self.other },
+        let collective = match direction {
+            Direction::Out => Collective::Send { to: self.other },
+            Direction::In => Collective::Recv { from: self.other },
         };
         self.start(collective, slot_tag(slot), priority, bytes, keep, move |result| {
             if result.is_ok() {

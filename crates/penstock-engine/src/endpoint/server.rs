@@ -1,6 +1,6 @@
 //! A server: its thread, and the calls that handlers take from it.
 
-use super::connection::{self, CLIENT, Connection, Span, Way};
+use super::connection::{self, CLIENT, Connection, Direction, Span};
 use super::memory::{Memory, Spare};
 use crate::engine::Engine;
 use crate::group::Group;
@@ -411,7 +411,7 @@ impl Driver {
                     known.bodies.insert(id, memory.clone());
                     let input = self.input.clone();
                     let received = move || drop(input.send(Input::Received(client, id)));
-                    known.connection.transfer(Way::In, (slot, priority), Span::of(&memory), memory, received);
+                    known.connection.transfer(Direction::In, (slot, priority), Span::of(&memory), memory, received);
                 }
                 ServerAction::Transmit { client, id, slot, len, priority, text } => {
                     self.transmit(client, id, (slot, priority), len, text);
@@ -444,10 +444,10 @@ impl Driver {
         match reply {
             Reply::Bytes(bytes) => {
                 let span = Span { address: bytes.as_ptr().cast_mut(), len };
-                known.connection.transfer(Way::Out, slot, span, bytes, done);
+                known.connection.transfer(Direction::Out, slot, span, bytes, done);
             }
             Reply::Lent { address, keep, .. } => {
-                known.connection.transfer(Way::Out, slot, Span { address: address.cast_mut(), len }, keep, done);
+                known.connection.transfer(Direction::Out, slot, Span { address: address.cast_mut(), len }, keep, done);
             }
             Reply::Empty => unreachable!("nothing is sent of it"),
         }

@@ -54,12 +54,12 @@ pub struct ReducerSpec {
 
 /// How gradients travel. It may change between steps, on all ranks between the same two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Way {
+pub struct Setting {
     /// As [`ReducerSpec::bucket_bytes`].
     pub bucket_bytes: u64,
     /// As [`ReducerSpec::wire`].
     pub wire: Option<DType>,
-    /// The algorithm of the buckets' all-reduces; `None` leaves it to the planner.
+    /// The algorithm of the buckets' all-reduces; `None`: chosen by size and hosts.
     pub algorithm: Option<Algorithm>,
     /// How many of the open streams to each rank are used for sending; see [`Group::retune`].
     pub streams: usize,

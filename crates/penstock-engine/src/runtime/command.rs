@@ -127,7 +127,7 @@ pub struct GroupSpec {
     pub members: Vec<Contact>,
     /// The secret that the streams' hand-shakes prove.
     pub secret: Vec<u8>,
-    /// The algorithm of all-reduces; `None`: the planner's choice. Rank 0's counts for all.
+    /// The algorithm of all-reduces; `None`: chosen by size and hosts. Rank 0's counts for all.
     pub algorithm: Option<Algorithm>,
     /// A name for logs and errors.
     pub name: String,

@@ -279,7 +279,7 @@ impl Open {
     /// Sends datagrams from above to all children that are known to receive packets.
     fn relay(&self, shard: Shard, bytes: &[u8], stride: usize, outbox: &mut Outbox<'_>) {
         for child in self.nodes[1..=self.children].iter().filter(|child| child.receives) {
-            if child.listed.place.shards <= shard.count {
+            if child.listed.address.shards <= shard.count {
                 // A packet that comes here belongs to this shard, and hence to one shard of the child.
                 outbox.relay(child.at(shard.index), bytes, stride);
             } else {

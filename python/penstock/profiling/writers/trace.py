@@ -83,7 +83,7 @@ class _Job:
     clock_of: dict[str, Clock] = field(init=False)
     judged: Turns = field(init=False)
     origin_ns: int = field(init=False)
-    lanes: dict[int, _Lanes] = field(init=False)
+    tracks: dict[int, _Tracks] = field(init=False)
     members: dict[str, list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,8 +92,8 @@ class _Job:
         self.clock_of, _ = clocks(self.ranks, self.met)
         self.judged = turns(self.ranks, self.met, self.clock_of)
         self.origin_ns = min((self._first(record) for record in self.records), default=0)
-        self.lanes = {
-            record.header.rank: _Lanes(self.judged.courses.get(record.header.rank, {})) for record in self.ranks
+        self.tracks = {
+            record.header.rank: _Tracks(self.judged.courses.get(record.header.rank, {})) for record in self.ranks
         }
         groups: dict[str, set[int]] = {}
         for meeting in self.met:
@@ -126,14 +126,14 @@ class _Job:
 
     def of_rank(self, record: Record, names: _Names) -> Iterator[Event]:
         rank, host = record.header.rank, record.header.host
-        lanes = self.lanes[rank]
+        tracks = self.tracks[rank]
         yield _meta("process_name", rank, 0, {"name": f"rank {rank} on {host}"})
         yield _meta("process_labels", rank, 0, {"labels": host})
         yield _meta("process_sort_index", rank, 0, {"sort_index": rank})
-        tracks = {THREAD: "training thread", WAITS: "waits of the training thread", OPERATORS: "operators"}
+        names_of = {THREAD: "training thread", WAITS: "waits of the training thread", OPERATORS: "operators"}
         if names.is_for_hta:
-            tracks[ISSUES] = "issues of operations"
-        for tid, name in {**tracks, **lanes.names}.items():
+            names_of[ISSUES] = "issues of operations"
+        for tid, name in {**names_of, **tracks.names}.items():
             yield _meta("thread_name", rank, tid, {"name": name})
             yield _meta("thread_sort_index", rank, tid, {"sort_index": tid})
         samples = {sample.step: sample for sample in record.samples}
@@ -166,7 +166,7 @@ class _Job:
             )
         for step_number, courses in self.judged.courses.get(rank, {}).items():
             for at, course in enumerate(courses):
-                yield from self._operation(record, step_number, course, lanes.lane[step_number, at], names)
+                yield from self._operation(record, step_number, course, tracks.of[step_number, at], names)
         for event in record.events:
             ts = self.us(host, event.time_ns)
             args = {"text": event.text}
@@ -177,11 +177,11 @@ class _Job:
         until = self.us(record.header.host, end_ns)
         return _span(record.header.rank, tid, name, "user_annotation", ts, until - ts, args)
 
-    def _operation(self, record: Record, step: int, course: Course, lane: int, names: _Names) -> Iterator[Event]:
+    def _operation(self, record: Record, step: int, course: Course, track: int, names: _Names) -> Iterator[Event]:
         rank, host = record.header.rank, record.header.host
         operation = course.operation
         ts, turn, end = (self.us(host, at) for at in (operation.issued_ns, course.turn_ns, operation.ended_ns))
-        args = {"device": rank, "stream": lane, **_arguments(operation, self.members.get(operation.group, []), rank)}
+        args = {"device": rank, "stream": track, **_arguments(operation, self.members.get(operation.group, []), rank)}
         args |= {"purpose": course.purpose, "step": step}
         if course.is_known:
             args |= {"wait (us)": round(turn - ts, 3), "wire (us)": round(end - turn, 3)}
@@ -193,25 +193,25 @@ class _Job:
             names.count += 1
             args["correlation"] = (1 << 32) + names.count
             yield _span(rank, ISSUES, "record_param_comms", "cpu_op", ts, 0, args | {"stream": -1})
-        yield _span(rank, lane, names.of(operation), "kernel", ts, end - ts, args)
+        yield _span(rank, track, names.of(operation), "kernel", ts, end - ts, args)
         if course.last is not None and not names.is_for_hta:
             name = f"wait for rank {course.last}"
-            yield _span(rank, lane, name, "user_annotation", ts, turn - ts, {})
+            yield _span(rank, track, name, "user_annotation", ts, turn - ts, {})
 
     def _arrows(self, names: _Names) -> Iterator[Event]:
         """From each send to its receive; from the last rank's issue of a collective to where the others' wait for it ends."""
         host_of = {record.header.rank: record.header.host for record in self.ranks}
         starts = {}
-        for rank, lanes in self.lanes.items():
-            for (step, at), lane in lanes.lane.items():
+        for rank, tracks in self.tracks.items():
+            for (step, at), track in tracks.of.items():
                 course = self.judged.courses[rank][step][at]
-                starts[rank, id(course.operation)] = (course, lane)
+                starts[rank, id(course.operation)] = (course, track)
         for meeting in self.met:
             if not meeting.is_whole or len(meeting.parts) < 2:
                 continue
             ends = [(rank, *starts[rank, id(operation)]) for rank, operation in meeting.parts]
             is_pair = meeting.kind is Kind.SEND
-            for rank, course, lane in ends[1:] if is_pair else ends:
+            for rank, course, track in ends[1:] if is_pair else ends:
                 if not course.is_known or (course.last is None and not is_pair):
                     continue
                 source = ends[0] if is_pair else next(each for each in ends if each[0] == course.last)
@@ -225,7 +225,7 @@ class _Job:
                 names.count += 1
                 both = {"name": "sent" if is_pair else "last rank", "cat": "communication", "id": names.count}
                 yield {"ph": "s", **both, "pid": source[0], "tid": source[2], "ts": begin}
-                yield {"ph": "f", "bp": "e", **both, "pid": rank, "tid": lane, "ts": until}
+                yield {"ph": "f", "bp": "e", **both, "pid": rank, "tid": track, "ts": until}
 
     def _counters(self, record: Record, pid: int) -> Iterator[Event]:
         """Readings as counters: what only grows as its rate a second, the rest as it was read."""
@@ -247,11 +247,11 @@ class _Job:
                 yield {"ph": "C", "name": unit, "pid": pid, "ts": self.us(host, reading.time_ns), "args": args}
 
 
-class _Lanes:
+class _Tracks:
     """Tracks of a rank's operations: in one group as many as it takes for none to overlap, the first that is free for each."""
 
     def __init__(self, courses: Mapping[int, list[Course]]) -> None:
-        self.lane: dict[tuple[int, int], int] = {}
+        self.of: dict[tuple[int, int], int] = {}
         """By step, and place in its courses: the track."""
         self.names: dict[int, str] = {}
         ordered = sorted(
@@ -259,24 +259,24 @@ class _Lanes:
             for step, each in courses.items()
             for at, course in enumerate(each)
         )
-        lane = LANES - 1
+        track = GROUPS - 1
         for group, operations in itertools.groupby(ordered, key=lambda each: each[0]):
-            first = lane + 1
+            first = track + 1
             busy: list[tuple[int, int]] = []
             free: list[int] = []
             for _, issued, ended, step, at in operations:
                 while busy and busy[0][0] <= issued:
                     heapq.heappush(free, heapq.heappop(busy)[1])
                 if not free:
-                    lane += 1
-                    heapq.heappush(free, lane)
-                    self.names[lane] = f"group {group or 'without a name'}" + (
-                        f", {lane - first + 1}" if lane > first else ""
+                    track += 1
+                    heapq.heappush(free, track)
+                    self.names[track] = f"group {group or 'without a name'}" + (
+                        f", {track - first + 1}" if track > first else ""
                     )
                 taken = heapq.heappop(free)
                 # An event without length would lie on its neighbour.
                 heapq.heappush(busy, (max(ended, issued + 1), taken))
-                self.lane[step, at] = taken
+                self.of[step, at] = taken
 
 
 def _write(write: Callable[[str], Any], job: _Job, record: Record | None, events: Iterable[Event]) -> None:
@@ -349,7 +349,7 @@ def _arguments(operation: Operation, members: list[int], rank: int) -> Event:
 
 
 THREAD, WAITS, OPERATORS, ISSUES = 1, 2, 3, 4
-LANES = 16
+GROUPS = 16
 """Tracks by number: the training thread's, then one or several a group."""
 HOST_PIDS = 1 << 21
 """Above all ranks (`record.py` allows 2^20)."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.numbers import plural
 from penstock.tools.aggregator.daemon import parse_address
 
 if TYPE_CHECKING:
@@ -78,8 +79,8 @@ def render(now: dict[str, Any], before: dict[str, Any] | None) -> RenderableType
         return "" if seconds is None else f" ({unit * (socket[name] - earlier[name]) / seconds:,.1f}/s)"
 
     head = (
-        f"[bold]{about['role']}[/] {escape(about['udp'])}  penstock {about['penstock']}  {about['shards']} shard"
-        f"{'s' if about['shards'] > 1 else ''}  up {about['uptime_s']:.0f} s"
+        f"[bold]{about['role']}[/] {escape(about['udp'])}  penstock {about['penstock']}  {plural(about['shards'], 'shard')}"
+        f"  up {about['uptime_s']:.0f} s"
         f"{'  [yellow]draining[/]' if about['draining'] else ''}\n"
         f"received {socket['received']:,}{rate('received')} in {socket['received_trains']:,} trains, "
         f"{socket['received_bytes'] / 1e9:,.3f} GB{rate('received_bytes', 8e-9).replace('/s', ' Gbit/s')}; "

@@ -1,5 +1,5 @@
-"""Plans that run: `penstock bench plan --testbed` carries schemes out on emulated hosts with shaped links and several ways, and
-compares what crosses every link with what was planned."""
+"""Deployments that run: `penstock bench plan --testbed` carries schemes out on emulated hosts with shaped links and several ways,
+and compares what crosses every link with what was planned."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Ran:
         return dataclasses.asdict(self)
 
     @property
-    def of_plan(self) -> float:
+    def of_planned(self) -> float:
         return self.bit_s / self.planned_bit_s
 
     @property
     def worst_link(self) -> tuple[str, float]:
-        """The link whose load is furthest from the plan, and measured over planned."""
+        """The link whose load is furthest from what was planned, and measured over planned."""
         return max(
             ((name, counted / planned) for name, (planned, counted) in self.links.items()),
             key=lambda each: abs(each[1] - 1),
@@ -113,7 +113,7 @@ def measure(
     """Runs an instance's ways, each with new ranks.
 
     Args:
-        seconds: of search for the plan.
+        seconds: of search for each deployment.
         nbytes: of a gradient.
         operations: all-reduces of each way that count; one more goes before them.
         progress: is told each way's name.
@@ -198,7 +198,7 @@ def table(runs: Sequence[Ran]) -> Table:
                     run.way,
                     f"{run.planned_bit_s / _MBIT:.1f}",
                     f"{run.bit_s / _MBIT:.1f}",
-                    f"{run.of_plan:.1%}",
+                    f"{run.of_planned:.1%}",
                     f"{name}: {share:.1%}",
                     f"{ours.planned_bit_s / run.planned_bit_s:.2f}",
                     f"{ours.bit_s / run.bit_s:.2f}",
@@ -211,7 +211,7 @@ def table(runs: Sequence[Ran]) -> Table:
         Column("planned, Mbit/s a worker"),
         Column("measured"),
         Column("of it"),
-        Column("link furthest from plan", is_text=True),
+        Column("link furthest from planned", is_text=True),
         Column("planned is faster by, planned"),
         Column("measured"),
     ]
@@ -224,7 +224,7 @@ INSTANCES: dict[str, tuple[Callable[[], Cluster], tuple[str, ...]]] = {
     "slow aggregators": (slow_aggregators, (LBMM,)),
     "figure 1": (figure_1, (ATP, LBMM)),
 }
-"""By name: the cluster, and the ways beside the plan."""
+"""By name: the cluster, and the ways beside the planned one."""
 QUEUE_BYTES = 32 << 20
 _WITHIN_S = 600.0
 _MBIT = 1_000_000

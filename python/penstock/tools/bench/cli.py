@@ -8,7 +8,7 @@ from penstock.tools.bench import (
     endpoints,
     figures,
     pauses,
-    plans,
+    planner,
     predictions,
     readiness,
     sweep,
@@ -51,7 +51,7 @@ for _name, _subject in {
     "threads": threads,
     "endpoints": endpoints,
     "aggregated": aggregated,
-    "plan": plans,
+    "plan": planner,
     "predictions": predictions,
 }.items():
     command.add_command(_subject.command, _name)

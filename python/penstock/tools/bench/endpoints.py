@@ -15,8 +15,8 @@ from typing import Any
 
 import click
 
+from penstock.numbers import milliseconds, plural
 from penstock.reports import Axis, Bar, Bars, Column, Level, Line, Next, Part, Picture, Table, series
-from penstock.reports.numbers import milliseconds
 from penstock.tools.bench import machine
 from penstock.tools.bench.emulated import Story, link_of, link_options, names_of, publish
 from penstock.tools.bench.options import EVERYTHING, check_files, files, parse_size
@@ -190,12 +190,15 @@ def story(rows: Sequence[Row]) -> Story:
     ours = [row for row in rows if row.carrier == CARRIERS[0]]
     worst = min(ours, key=lambda row: row.share)
     bars = [
-        Bar(f"{row.way}, {_workers(row)}", [Part(100 * row.share, series(0).colour)], f"{row.share:.0%}")
+        Bar(
+            f"{row.way}, {plural(row.workers, 'worker')}", [Part(100 * row.share, series(0).colour)], f"{row.share:.0%}"
+        )
         for row in ours
     ]
     return Story(
         kind="Penstock bench: endpoints",
-        answer=f"Pushes and pulls have {worst.share:.0%} of raw sockets' rate at least ({worst.way}, {_workers(worst)})",
+        answer=f"Pushes and pulls have {worst.share:.0%} of raw sockets' rate at least ({worst.way}, "
+        f"{plural(worst.workers, 'worker')})",
         picture=Picture(
             "endpoints",
             Bars(Axis("of the rate of raw sockets", "%"), bars, level=Level(100 * _TARGET, "target")),
@@ -204,10 +207,6 @@ def story(rows: Sequence[Row]) -> Story:
         ),
         next=Next("Serve something in a script.", "docs/guide/endpoints.md"),
     )
-
-
-def _workers(row: Row) -> str:
-    return f"{row.workers} worker{'s' * (row.workers > 1)}"
 
 
 def _parse_workers(text: str) -> list[int]:

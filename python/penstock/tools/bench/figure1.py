@@ -57,7 +57,7 @@ def example() -> Table:
     lines = [
         ("LBMM", worth(baselines.lbmm(problem)), "4/3"),
         ("ATP", worth(baselines.atp(problem)), "2"),
-        ("the paper's plan", worth(paper), "5/2, as its best"),
+        ("the paper's deployment", worth(paper), "5/2, as its best"),
         ("planned", worth(scheme_of(problem, found.rates, found.trees)), ""),
         ("proven best" if is_proven else "best known", f"{best.rate / unit:.3f}", ""),
         ("bound", f"{relaxed.bound / unit:.3f}", ""),

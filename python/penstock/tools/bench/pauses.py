@@ -14,8 +14,8 @@ from typing import Any
 
 import click
 
+from penstock.numbers import milliseconds
 from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Part, Picture, Table, series
-from penstock.reports.numbers import milliseconds
 from penstock.tools.bench import machine
 from penstock.tools.bench.emulated import Story, link_of, link_options, names_of, publish
 from penstock.tools.bench.options import EVERYTHING, check_files, files, parse_size

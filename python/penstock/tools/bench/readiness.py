@@ -17,8 +17,8 @@ from typing import Any
 
 import click
 
+from penstock.numbers import change, milliseconds
 from penstock.reports import Axis, Bar, Bars, Next, Page, Part, Picture, Section, series
-from penstock.reports.numbers import change, milliseconds
 from penstock.tools.bench import machine
 from penstock.tools.bench.launcher import BenchError
 from penstock.tools.bench.options import MOST_RANKS, bucket_option, check_files, files, parse_size

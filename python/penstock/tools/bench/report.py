@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from penstock.numbers import duration, plural, share, size, times
 from penstock.reports import (
     Axis,
     Bar,
@@ -28,7 +29,6 @@ from penstock.reports import (
 )
 from penstock.reports import series as series_look
 from penstock.reports.charts import Look
-from penstock.reports.numbers import duration, plural, share, size, times
 from penstock.tools.bench import machine
 from penstock.tools.bench.collectives import COLLECTIVES
 from penstock.tools.bench.session import Point, Series, Settings

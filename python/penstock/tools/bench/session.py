@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.reports import numbers
+from penstock import numbers
 from penstock.tools.bench import machine
 from penstock.tools.bench.collectives import COLLECTIVES, Collective
 from penstock.tools.bench.launcher import BenchError, Launcher

@@ -14,8 +14,8 @@ from typing import Any
 
 import click
 
+from penstock.numbers import duration, plural
 from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Page, Part, Picture, Section, Table, series
-from penstock.reports.numbers import plural
 from penstock.tools.bench import machine
 from penstock.tools.bench.launcher import BenchError
 from penstock.tools.bench.options import check_files, files, parse_size
@@ -177,7 +177,7 @@ def table(rows: Sequence[Row]) -> Table:
         Line(
             [
                 str(row.threads),
-                f"{1e3 * row.seconds:.2f} ms",
+                duration(row.seconds),
                 f"{row.all_cycles:.2f}",
                 " ".join(f"{one:.2f}" for one in row.cycles),
                 "" if row.locked is None else f"{row.locked:.1%}",
@@ -221,7 +221,7 @@ def page(rows: Sequence[Row], description: dict[str, Any]) -> Page:
         answer=f"A byte takes {first.all_cycles:.2f} cycles to send: {first.bits_per_core / 1e9:.0f} Gbit/s a core",
         picture=Picture(
             "threads",
-            Bars(Axis("cycles a byte", ""), bars),
+            Bars(Axis("processor time of a byte", "cycles"), bars),
             "Processor cycles that a byte costs, by what is done and the number of I/O threads.",
             "Processor time at the clock rate that the kernel names.",
         ),

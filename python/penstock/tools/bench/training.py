@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 
+from penstock.numbers import milliseconds, plural, share, times
 from penstock.reports import (
     Axis,
     Bar,
@@ -35,7 +36,6 @@ from penstock.reports import (
     Table,
     series,
 )
-from penstock.reports.numbers import milliseconds, plural, share, times
 from penstock.runtime.wire import sent_bytes
 from penstock.tools.bench import machine
 from penstock.tools.bench.options import (

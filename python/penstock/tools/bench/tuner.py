@@ -15,8 +15,8 @@ from typing import Any
 import click
 
 from penstock.extras import need
+from penstock.numbers import change, milliseconds, times
 from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Page, Part, Picture, Section, Table, series
-from penstock.reports.numbers import change, milliseconds, times
 from penstock.runtime import config
 from penstock.tools.bench import machine
 from penstock.tools.bench.options import EVERYTHING, MOST_RANKS, check_files, files

@@ -15,8 +15,8 @@ from typing import Any
 
 import click
 
+from penstock.numbers import milliseconds, size
 from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Part, Picture, Table, series
-from penstock.reports.numbers import milliseconds
 from penstock.tools.bench import machine
 from penstock.tools.bench.aggregated.cluster import Cluster
 from penstock.tools.bench.emulated import Story, link_of, link_options, names_of, publish
@@ -217,7 +217,7 @@ def table(rows: Sequence[Row]) -> Table:
                 str(row.samples),
                 "" if row.rate is None else f"{row.rate:.1%}",
             ],
-            (row.case, row.backend, _size(row.nbytes)),
+            (row.case, row.backend, size(row.nbytes)),
         )
         for row in rows
     ]
@@ -253,15 +253,11 @@ def story(rows: Sequence[Row]) -> Story:
         picture=Picture(
             "urgency",
             Bars(Axis("time of an all-reduce", "ms"), bars),
-            f"All-reduces of {_size(least)} behind bulk, as usual and with a priority; alone {alone}.",
+            f"All-reduces of {size(least)} behind bulk, as usual and with a priority; alone {alone}.",
             "Medians; of each pair of ranks the slower one.",
         ),
         next=Next("Say what is urgent in a script.", "docs/guide/priority.md"),
     )
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
 _BACKENDS = ("penstock", "gloo")

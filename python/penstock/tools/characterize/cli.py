@@ -13,6 +13,7 @@ from typing import NoReturn
 import click
 
 from penstock.errors import PenstockError
+from penstock.extras import need
 from penstock.tools.characterize.matrix import Cell, Matrix
 
 __all__ = ["command"]
@@ -56,6 +57,8 @@ def command(
     """
     if sum((matrix is not None, shown is not None, bool(compare))) != 1:
         raise click.UsageError("name a matrix, a folder to --show, or two to --compare")
+    if html_path is not None:
+        need("penstock characterize --html", "matplotlib")
     from penstock.tools.bench.output import result_console, write_file
     from penstock.tools.characterize import memory as memory_room
     from penstock.tools.characterize import results, tables

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from penstock.numbers import plural
 from penstock.reports import Next, Page, Section
-from penstock.reports.numbers import plural
 from penstock.tools.characterize import figures
 from penstock.tools.characterize.findings import ABSENT, AGREES, findings
 from penstock.tools.characterize.means import means, name

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.numbers import change, milliseconds, share, size, times
 from penstock.reports import Column, Line, Table
-from penstock.reports.numbers import change, milliseconds, share, times
 from penstock.runtime.wire import sent_bytes
 from penstock.tools.demo.prediction import Prediction
 from penstock.tools.demo.training import Phases, Training
@@ -326,7 +326,7 @@ def is_through_memory(sent_per_step: float, planned_per_step: float, link: LinkS
 
 def setting_text(setting: dict[str, Any] | None) -> str:
     """A hook's setting, or a dash."""
-    return f"{setting['streams']} × {setting['bucket_bytes'] / 2**20:g} MiB" if setting else "–"
+    return f"{setting['streams']} × {size(setting['bucket_bytes'])}" if setting else "–"
 
 
 def cpu_text(result: Result) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock import reports
+from penstock.numbers import duration, milliseconds, plural, share, times
 from penstock.reports import Axis, Bar, Bars, Card, Curve, Key, Level, Lines, Next, Page, Panel, Part, Picture, Section
-from penstock.reports.numbers import duration, milliseconds, plural, share, times
 from penstock.tools.bench import machine
 from penstock.tools.demo import division
 from penstock.tools.demo.comparison import (

@@ -22,8 +22,9 @@ from penstock.cluster.network import Cluster, Job
 from penstock.errors import Config as ConfigError
 from penstock.extras import installed, need
 from penstock.files import write_whole
+from penstock.numbers import bit_rate
 from penstock.tools.commands import Group
-from penstock.tools.plan.planned import Plan, describe, describe_jobs, plan, plan_jobs, rate_text
+from penstock.tools.plan.planned import Proposal, describe, describe_jobs, plan, plan_jobs
 
 if TYPE_CHECKING:
     from penstock.planning.replan import Decision
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
-class _Plan(Group):
+class _Command(Group):
     """`penstock plan FILE` is `penstock plan for FILE`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -47,11 +48,11 @@ class _Plan(Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(name="plan", cls=_Plan)
+@click.group(name="plan", cls=_Command)
 def command() -> None:
     """Plan a job of a cluster file: servers' parts of the model, workers' aggregators, and routes.
 
-    Says how fast the plan's gradients are summed at best, what is full then, how far that is from a bound,
+    Says how fast the deployment sums gradients at best, what is full then, how far that is from a bound,
     and what other ways are worth. See docs/guide/plan.md.
 
     \b
@@ -90,7 +91,9 @@ def _searching(function: click.decorators.FC) -> click.decorators.FC:
 @click.option("-o", "--output", type=click.Path(), help="Write the deployment to this file.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
 @click.option(
-    "--at-least", metavar="RATE", help="Fail where no plan lets a worker send so fast, and say what stands against it."
+    "--at-least",
+    metavar="RATE",
+    help="Fail where no deployment lets a worker send so fast, and say what stands against it.",
 )
 @click.option(
     "--all-jobs",
@@ -130,7 +133,7 @@ def _for(
             )
         cluster = file.load(cluster_path)
         if any(link.flow_caps_bit_s for link in cluster.links):
-            click.echo("flow_cap is left out: a plan counts what links carry", err=True)
+            click.echo("flow_cap is left out: the planner counts what links carry", err=True)
         if all_jobs is not None:
             click.echo(f"planning {', '.join(cluster.job)}: up to {seconds:g} s ...", err=True)
             found = plan_jobs(cluster, is_joint=all_jobs == "joint", seed=seed, seconds=seconds, levels=levels)
@@ -179,9 +182,11 @@ def explain(
     levels: int | None,
     gradient: str | None,
 ) -> None:
-    """Say where a deployment's gradients flow, what that loads, and what is full; of a cluster file, what a plan's do."""
+    """Say where a deployment's gradients flow, what that loads, and what is full. For a cluster file, plan one."""
     from penstock.tools.plan import explained
 
+    if report_path is not None:
+        need("penstock plan explain --report", "matplotlib")
     with _reporting():
         text = places.read_text(path, path)
         if explained.is_deployment(text, path):
@@ -192,10 +197,9 @@ def explain(
         else:
             cluster = file.load(path)
             job = _job(cluster, job_name, gradient)
-            found = explained.of_plan(cluster, plan(cluster, job, seed=seed, seconds=seconds, levels=levels))
+            found = explained.of_proposal(cluster, plan(cluster, job, seed=seed, seconds=seconds, levels=levels))
         click.echo(explained.describe(found))
         if report_path is not None:
-            need("penstock plan explain --report", "matplotlib")
             from penstock.reports import render
 
             write_whole(Path(report_path), render(explained.page(found, path)))
@@ -241,7 +245,7 @@ def watch(
         cluster_path = deployments.cluster_path(places.read_text(path, path), path)
         cluster = file.load(cluster_path)
         job, scheme = carry.scheme_of_file(cluster, path)
-        kept = watched.Plan(cluster, job, scheme, Patience(gain / 100, patience), output, cluster_path)
+        kept = watched.Watched(cluster, job, scheme, Patience(gain / 100, patience), output, cluster_path)
         if name is None:
             for number, line in enumerate(iter(sys.stdin.readline, ""), start=1):
                 if line.strip():
@@ -277,14 +281,14 @@ def _going_on() -> Iterator[None]:
 
 
 def _told(decision: Decision, output: str | None) -> str:
-    told = f"{rate_text(decision.rate)} a worker: {decision.reason}"
+    told = f"{bit_rate(decision.rate)} a worker: {decision.reason}"
     if not decision.is_changed:
         return f"{told}; nothing changes"
     ways = f"{decision.moved} pairs of server and worker have another aggregator" if decision.moved else "other routes"
     return f"{told}; changed: {ways}" + (f", in {output}" if output else "")
 
 
-def _write(made: Plan, cluster: Cluster, cluster_path: str, output: str) -> None:
+def _write(made: Proposal, cluster: Cluster, cluster_path: str, output: str) -> None:
     """The deployment, after the parser of the ranks has read it."""
     from penstock.planning.deploy import deployment
 
@@ -325,7 +329,7 @@ def _job(cluster: Cluster, name: str | None, gradient: str | None) -> Job:
         raise cluster.wrong(
             "jobs",
             f"are {len(cluster.jobs)}: "
-            + ("choose with --job, or plan them with --all-jobs" if cluster.jobs else "a plan is for one"),
+            + ("choose with --job, or plan them with --all-jobs" if cluster.jobs else "name one to plan for"),
         )
     job = cluster.jobs[0] if name is None else cluster.job[name]
     return job if gradient is None else dataclasses.replace(job, gradient_bytes=_size(gradient))

@@ -11,12 +11,13 @@ from penstock.cluster import deployment as deployments
 from penstock.cluster import file, places
 from penstock.cluster.network import Cluster, Job
 from penstock.cluster.routes import other
+from penstock.numbers import bit_rate, plural
 from penstock.planning.evaluate import Evaluation, Load, evaluate
 from penstock.planning.scheme import Scheme
 from penstock.reports import Card, Column, Edge, Line, Network, Next, Node, Page, Picture, Section, Table
-from penstock.tools.plan.planned import Plan, candidates_for, not_relaxed, rate_text
+from penstock.tools.plan.planned import Proposal, candidates_for, not_relaxed
 
-__all__ = ["Explained", "describe", "is_deployment", "network", "of_deployment", "of_plan", "page"]
+__all__ = ["Explained", "describe", "is_deployment", "network", "of_deployment", "of_proposal", "page"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Explained:
     worth: Evaluation
     bound: float | None
     is_relaxed: bool = True
-    """Whether the linear program was solved: else the bound is from prices that know no plan."""
+    """Whether the linear program was solved: else the bound is from prices alone."""
 
     @property
     def not_counted(self) -> str:
@@ -58,7 +59,7 @@ def is_deployment(text: str, name: str) -> bool:
     )
 
 
-def of_plan(cluster: Cluster, made: Plan) -> Explained:
+def of_proposal(cluster: Cluster, made: Proposal) -> Explained:
     return Explained(
         cluster, made.job, made.scheme, evaluate(cluster, made.job, made.scheme), made.bound, made.is_relaxed
     )
@@ -95,7 +96,7 @@ def of_deployment(
 def describe(found: Explained) -> str:
     """The text."""
     worth = found.worth
-    lines = [f"{rate_text(worth.rate)} a worker{_of_bound(found)}. Full: {_full(worth)}."]
+    lines = [f"{bit_rate(worth.rate)} a worker{_of_bound(found)}. Full: {_full(worth)}."]
     lines += [] if found.is_relaxed else [not_relaxed()]
     if found.not_counted:
         lines.append(found.not_counted)
@@ -103,13 +104,13 @@ def describe(found: Explained) -> str:
         lines.append(f"A step's gradients take {8 * found.job.gradient_bytes / worth.rate:.3g} s on their way.")
     for server, part in found.scheme.fractions.items():
         lines.append("")
-        lines.append(f"server {server}: {part:.1%} of the model, {rate_text(part * worth.rate)} of every worker")
+        lines.append(f"server {server}: {part:.1%} of the model, {bit_rate(part * worth.rate)} of every worker")
         lines += [f"  {line}" for line in _tree(found, server)]
     lines += ["", "fullest:"]
     width = max((len(load.name) for load in worth.loads[:_SHOWN]), default=0)
     for load in worth.loads[:_SHOWN]:
         lines.append(
-            f"  {load.name:{width}}  {rate_text(load.load):>13} of {rate_text(load.room):<13} {load.share:>6.1%}"
+            f"  {load.name:{width}}  {bit_rate(load.load):>13} of {bit_rate(load.room):<13} {load.share:>6.1%}"
         )
     if len(worth.loads) > _SHOWN:
         lines.append(f"  ... and {len(worth.loads) - _SHOWN} more that are used")
@@ -132,13 +133,13 @@ def _tree(found: Explained, server: str) -> list[str]:
     via, above = found.scheme.via[server], found.scheme.above.get(server, {})
     routes = found.scheme.routes.get(server, {})
     straight = [rank for rank, place in enumerate(via) if place is None]
-    lines = [f"{_workers(straight)} straight: {_hosts(found.job, straight)}"] if straight else []
+    lines = [f"{plural(len(straight), 'worker')} straight: {_hosts(found.job, straight)}"] if straight else []
     used = dict.fromkeys([*(place for place in via if place is not None), *above.values()])
 
     def line(name: str) -> str:
         ranks = [rank for rank, place in enumerate(via) if place == name]
         below = [child for child, parent in above.items() if parent == name]
-        parts = [f"{_workers(ranks)}: {_hosts(found.job, ranks)}"] if ranks else []
+        parts = [f"{plural(len(ranks), 'worker')}: {_hosts(found.job, ranks)}"] if ranks else []
         parts += [f"aggregators {', '.join(below)}"] if below else []
         way = f", by {' '.join(routes[name])}" if name in routes else ""
         return f"{name} sums {'; '.join(parts)}{way}"
@@ -150,10 +151,6 @@ def _tree(found: Explained, server: str) -> list[str]:
     return lines
 
 
-def _workers(ranks: Sequence[int]) -> str:
-    return f"{len(ranks)} worker{'' if len(ranks) == 1 else 's'}"
-
-
 def _hosts(job: Job, ranks: Sequence[int]) -> str:
     hosts = list(dict.fromkeys(job.workers[rank] for rank in ranks))
     return ", ".join(hosts[:6]) + (f" and {len(hosts) - 6} more" if len(hosts) > 6 else "")
@@ -163,10 +160,10 @@ def page(found: Explained, path: str) -> Page:
     """The report."""
     worth = found.worth
     full = _full(worth)
-    bound = [] if not found.bound else [Card(f"{worth.rate / found.bound:.0%}", "of the bound", rate_text(found.bound))]
+    bound = [] if not found.bound else [Card(f"{worth.rate / found.bound:.0%}", "of the bound", bit_rate(found.bound))]
     lines = [
         Line(
-            [load.name, rate_text(load.load), rate_text(load.room), f"{load.share:.0%}"],
+            [load.name, bit_rate(load.load), bit_rate(load.room), f"{load.share:.0%}"],
             kind="best" if load.share > _FULL else "plain",
         )
         for load in worth.loads[:_LISTED]
@@ -184,7 +181,7 @@ def page(found: Explained, path: str) -> Page:
     ]
     return Page(
         kind="Penstock plan",
-        answer=f"{rate_text(worth.rate)} a worker; full: {full}",
+        answer=f"{bit_rate(worth.rate)} a worker; full: {full}",
         picture=Picture(
             "network",
             network(found),
@@ -195,7 +192,7 @@ def page(found: Explained, path: str) -> Page:
         setting=f"Job {found.job.name}: {len(found.job.workers)} ranks, {len(found.scheme.fractions)} servers. Computed. "
         + found.not_counted,
         cards=[
-            Card(rate_text(worth.rate), "a worker", "at best"),
+            Card(bit_rate(worth.rate), "a worker", "at best"),
             *bound,
             Card(str(len(worth.loads)), "links and nodes in use", full),
         ],
@@ -273,7 +270,7 @@ def _edge(ends: tuple[str, str], load: Load | None, widest: float, what: str) ->
     return Edge(
         ends,
         min(load.load / widest, 1.0),
-        f"{what}: {rate_text(load.load)} of {rate_text(load.room)}, {load.share:.0%}",
+        f"{what}: {bit_rate(load.load)} of {bit_rate(load.room)}, {load.share:.0%}",
         _is_full(load),
     )
 

@@ -1,4 +1,4 @@
-"""A plan beside other ways, and what is said of it."""
+"""What the planner proposes for a job, beside other ways, and what is said of it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from penstock.cluster.network import Cluster, Job
 from penstock.errors import Config as ConfigError
 from penstock.extras import installed
+from penstock.numbers import bit_rate
 from penstock.planning.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RING",
-    "Plan",
+    "Proposal",
     "Row",
     "bound_told",
     "candidates_for",
@@ -30,7 +31,6 @@ __all__ = [
     "not_relaxed",
     "plan",
     "plan_jobs",
-    "rate_text",
 ]
 
 
@@ -49,22 +49,22 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A job's plan."""
+class Proposal:
+    """A deployment that the planner proposes for a job."""
 
     job: Job
     scheme: Scheme
     rows: list[Row]
-    """The plan first; other ways behind it."""
+    """What is proposed first; other ways behind it."""
     bound: float
     """Infinite: none is known."""
     levels: int
     is_out_of_time: bool
     """Whether the time ended the search."""
     is_proven: bool = False
-    """Whether a mixed-integer program proved that no plan with these levels is faster."""
+    """Whether a mixed-integer program proved that no deployment with these levels is faster."""
     is_relaxed: bool = True
-    """Whether the linear program was solved: else the bound is from prices that know no plan."""
+    """Whether the linear program was solved: else the bound is from prices alone."""
     beside: str = ""
     """Of several jobs: what the others send, as a clause."""
 
@@ -78,13 +78,13 @@ class Plan:
         """What a deployment's comment says: objective, bound, gap, and what is full."""
         first = self.rows[0]
         return {
-            "Planned": f"{rate_text(self.rate_bit_s)} a worker{self.beside}",
+            "Planned": f"{bit_rate(self.rate_bit_s)} a worker{self.beside}",
             **bound_told(self.rate_bit_s, self.bound, is_proven=self.is_proven, is_relaxed=self.is_relaxed),
             "Full": first.binding,
         }
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON, of several jobs' plans."""
+        """For JSON, of several jobs."""
         return {
             "job": self.job.name,
             "rate_bit_s": _finite(self.rate_bit_s),
@@ -102,7 +102,7 @@ def bound_told(rate: float, bound: float, *, is_proven: bool = False, is_relaxed
         return {"Bound": "none was found in time"}
     gap = f"{1 - rate / bound:.1%} below the bound" if bound > 0 else "none"
     return {
-        "Bound": rate_text(bound) + ("" if is_relaxed else ", from prices: the linear program was not solved"),
+        "Bound": bit_rate(bound) + ("" if is_relaxed else ", from prices: the linear program was not solved"),
         "Gap": gap + (", and proven best" if is_proven else ""),
     }
 
@@ -123,8 +123,8 @@ def plan(
     levels: int | None = None,
     at_least: float | None = None,
     progress: Callable[[str], None] = lambda text: None,
-) -> Plan:
-    """The plan and the other ways.
+) -> Proposal:
+    """The best deployment found, and the other ways.
 
     Args:
         progress: is told what takes more than two seconds.
@@ -146,8 +146,8 @@ def plan(
     relaxed = relax(problem, seconds=_OF_THE_BOUND * seconds)
     bound = bound_of_all(problem, relaxed)
     if bound <= 0 or (at_least is not None and bound < at_least):
-        wanted = "any" if at_least is None else f"{rate_text(at_least)} a worker"
-        raise ConfigError(f"no plan reaches {wanted}{_against(problem, at_least or 0.0, seconds, progress)}")
+        wanted = "any" if at_least is None else f"{bit_rate(at_least)} a worker"
+        raise ConfigError(f"no deployment reaches {wanted}{_against(problem, at_least or 0.0, seconds, progress)}")
     # Of a small problem the second half of the time is for a proof.
     is_small = is_provable(problem)
     left = max(until - time.monotonic(), 0.1)
@@ -183,18 +183,18 @@ def plan(
     rate = rows[0].rate_bit_s or 0.0
     if at_least is not None and rate < at_least:
         more = "" if is_proven else ": give it more --seconds"
-        forbids = "and is proven best" if is_proven else f"which the bound of {rate_text(bound)} does not forbid"
+        forbids = "and is proven best" if is_proven else f"which the bound of {bit_rate(bound)} does not forbid"
         raise ConfigError(
-            f"the best plan found lets a worker send {rate_text(rate)}, below {rate_text(at_least)}, {forbids}{more}; full is "
+            f"the best deployment found sends {bit_rate(rate)} a worker, below {bit_rate(at_least)}, {forbids}{more}; full is "
             f"{rows[0].binding}"
         )
     of_ring, binding = baselines.ring(cluster, job)
     rows.append(Row(RING, of_ring, None, binding))
-    return Plan(job, scheme, rows, bound, problem.levels, found.is_out_of_time, is_proven, relaxed.is_solved)
+    return Proposal(job, scheme, rows, bound, problem.levels, found.is_out_of_time, is_proven, relaxed.is_solved)
 
 
 def is_provable(problem: Problem) -> bool:
-    """Whether the problem is so small that a mixed-integer program may prove in seconds which plan is best."""
+    """Whether the problem is so small that a mixed-integer program may prove in seconds which deployment is best."""
     if len(problem.jobs) > 1 or problem.candidates is not None or not installed("scipy"):
         return False
     flows = sum(
@@ -207,13 +207,13 @@ def is_provable(problem: Problem) -> bool:
 
 
 def _proven(problem: Problem, found: Solved, seconds: float) -> tuple[Solved, bool]:
-    """The better of a plan and what a mixed-integer program finds, and whether it is proven that none is better."""
+    """The better of a deployment and what a mixed-integer program finds, and whether it is proven that none is better."""
     from penstock.planning.exact import exact
 
     try:
         best, is_proven = exact(problem, seconds)
     except RuntimeError:
-        # The time was too short for any plan.
+        # The time was too short for any deployment.
         return found, False
     better = best if best.rate > found.rate * (1 + _NOISE) else found
     return replace(better, is_out_of_time=not is_proven), is_proven
@@ -255,8 +255,8 @@ def _against(problem: Problem, rate: float, seconds: float, progress: Callable[[
     return f", since together {shown}{more}{rest}"
 
 
-def plan_jobs(cluster: Cluster, *, is_joint: bool, seed: int, seconds: float, levels: int | None) -> list[Plan]:
-    """Plans of all jobs of a cluster, beside each other.
+def plan_jobs(cluster: Cluster, *, is_joint: bool, seed: int, seconds: float, levels: int | None) -> list[Proposal]:
+    """For all jobs of a cluster, beside each other.
 
     Raises:
         penstock.errors.Config: as `plan`.
@@ -265,23 +265,23 @@ def plan_jobs(cluster: Cluster, *, is_joint: bool, seed: int, seconds: float, le
     from penstock.planning.several import in_turn, joint
 
     if not cluster.jobs:
-        raise cluster.wrong("jobs", "are 0: a plan is for one")
+        raise cluster.wrong("jobs", "are 0: name one to plan for")
     found = (joint if is_joint else in_turn)(cluster, cluster.jobs, seed=seed, seconds=seconds, levels=levels)
     together = evaluate_all(cluster, [(each.job, each.scheme, each.rate) for each in found])
     # What rounding in the solvers leaves: the rates are those at which nothing carries more than it can.
     shrunk = min(together.rate, 1.0)
     shares = {load.name: load.share * shrunk / together.rate for load in together.loads}
     rates = {each.job.name: each.rate * shrunk for each in found}
-    plans = []
+    proposals = []
     for each in found:
         rate = rates[each.job.name]
         fullest = max(loads_of(cluster, each.job, each.scheme).keys() & shares, key=lambda name: shares[name])
         full = fullest if shares[fullest] > _FULL else f"nothing; {fullest} at {shares[fullest]:.0%}"
         row = Row("planned", rate, rate / each.bound if math.isfinite(each.bound) else None, full)
-        others = [f"{name} sends {rate_text(of)}" for name, of in rates.items() if name != each.job.name]
+        others = [f"{name} sends {bit_rate(of)}" for name, of in rates.items() if name != each.job.name]
         beside = f", while {', '.join(others[:_SHOWN])}" + (" and others send" if len(others) > _SHOWN else "")
-        plans.append(
-            Plan(
+        proposals.append(
+            Proposal(
                 each.job,
                 each.scheme,
                 [row],
@@ -292,10 +292,10 @@ def plan_jobs(cluster: Cluster, *, is_joint: bool, seed: int, seconds: float, le
                 beside=beside if others else "",
             )
         )
-    return plans
+    return proposals
 
 
-def describe(made: Plan) -> str:
+def describe(made: Proposal) -> str:
     """The figures, as a text."""
     first, ring = made.rows[0], made.rows[-1]
     rate = made.rate_bit_s
@@ -305,12 +305,12 @@ def describe(made: Plan) -> str:
         is_free = "loads nothing that has a limit"
         lines.append(f"Do not aggregate: a ring of ranks {is_faster if math.isfinite(ring.rate_bit_s) else is_free}.")
     share = "no bound was found in time" if first.of_bound is None else f"{first.of_bound:.1%} of the bound"
-    lines.append(f"{rate_text(rate)} a worker, {share}. Full: {first.binding}.")
+    lines.append(f"{bit_rate(rate)} a worker, {share}. Full: {first.binding}.")
     if made.is_proven:
         levels = "one level" if made.levels == 1 else f"{made.levels} levels"
-        lines.append(f"Proven best: no plan with {levels} of aggregators is faster.")
+        lines.append(f"Proven best: no deployment with {levels} of aggregators is faster.")
     elif made.is_out_of_time:
-        lines.append("The time ended the search; with more --seconds it may find a better plan.")
+        lines.append("The time ended the search; with more --seconds it may find a better deployment.")
     lines += [] if made.is_relaxed else [not_relaxed()]
     if made.job.gradient_bytes is not None and math.isfinite(rate) and rate > 0:
         took = 8 * made.job.gradient_bytes / rate
@@ -319,21 +319,21 @@ def describe(made: Plan) -> str:
     return "\n".join(lines)
 
 
-def describe_jobs(plans: Sequence[Plan]) -> str:
+def describe_jobs(proposals: Sequence[Proposal]) -> str:
     """Several jobs', as a text."""
-    rows = [Row(each.job.name, each.rate_bit_s, each.rows[0].of_bound, each.rows[0].binding) for each in plans]
-    slowest = min(plans, key=lambda each: each.rate_bit_s)
-    lines = [f"All at once: {slowest.job.name} is the slowest with {rate_text(slowest.rate_bit_s)} a worker."]
-    if any(each.is_out_of_time for each in plans):
-        lines.append("The time ended the search; with more --seconds it may find better plans.")
-    lines += [] if all(each.is_relaxed for each in plans) else [not_relaxed()]
+    rows = [Row(each.job.name, each.rate_bit_s, each.rows[0].of_bound, each.rows[0].binding) for each in proposals]
+    slowest = min(proposals, key=lambda each: each.rate_bit_s)
+    lines = [f"All at once: {slowest.job.name} is the slowest with {bit_rate(slowest.rate_bit_s)} a worker."]
+    if any(each.is_out_of_time for each in proposals):
+        lines.append("The time ended the search; with more --seconds it may find better deployments.")
+    lines += [] if all(each.is_relaxed for each in proposals) else [not_relaxed()]
     return "\n".join([*lines, "", *_table(rows)])
 
 
 def not_relaxed() -> str:
     """What is to be said where the linear program was not solved."""
     why = "did not end in time" if installed("scipy") else "needs a solver: pip install 'penstock[tune]'"
-    return f"The linear program {why}. So the bound is from prices that know no plan, and may be far off."
+    return f"The linear program {why}. So the bound is from prices alone, and may be far off."
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
@@ -341,13 +341,9 @@ def _table(rows: Sequence[Row]) -> list[str]:
     lines = [f"{'':{width}}  {'a worker':>13}  of bound  full"]
     for row in rows:
         share = "" if row.of_bound is None else f"{row.of_bound:.1%}"
-        rate = "-" if row.rate_bit_s is None else rate_text(row.rate_bit_s)
+        rate = "-" if row.rate_bit_s is None else bit_rate(row.rate_bit_s)
         lines.append(f"{row.way:{width}}  {rate:>13}  {share:>8}  {row.binding}")
     return lines
-
-
-def rate_text(bit_s: float) -> str:
-    return "unlimited" if not math.isfinite(bit_s) else f"{bit_s / 1e6:.4g} Mbit/s"
 
 
 def _finite(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""A running job's plan, kept up to date: what a testbed measures, or events tell, goes into `penstock.planning.replan`."""
+"""A running job's deployment, kept up to date: what a testbed measures, or events tell, goes into `penstock.planning.replan`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 from penstock.cluster.network import Cluster, Job
 from penstock.errors import Config as ConfigError
 from penstock.files import write_whole
+from penstock.numbers import bit_rate
 from penstock.planning.bound import bound_of_all
 from penstock.planning.deploy import deployment
 from penstock.planning.evaluate import evaluate, loads_of
@@ -22,14 +23,14 @@ from penstock.planning.problem import Problem
 from penstock.planning.relax import relax
 from penstock.planning.replan import Decision, Event, Gone, Loads, Patience, State, decide, left_of, noted
 from penstock.planning.scheme import Scheme
-from penstock.tools.plan.planned import bound_told, candidates_for, rate_text
+from penstock.tools.plan.planned import bound_told, candidates_for
 from penstock.tools.testbed import carry
 from penstock.tools.testbed.cluster import Testbed
 
-__all__ = ["Meter", "Plan", "event_of"]
+__all__ = ["Meter", "Watched", "event_of"]
 
 
-class Plan:
+class Watched:
     """A job's scheme over time, and the file that says which one holds.
 
     Args:
@@ -75,7 +76,7 @@ class Plan:
         relaxed = relax(problem, fractions=fractions, seconds=_OF_THE_BOUND_S)
         bound = bound_of_all(problem, relaxed)
         return {
-            "Planned": f"{rate_text(worth.rate)} a worker",
+            "Planned": f"{bit_rate(worth.rate)} a worker",
             **bound_told(worth.rate, bound, is_relaxed=relaxed.is_solved),
             "Full": worth.binding,
         }

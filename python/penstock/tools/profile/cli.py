@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.errors import PenstockError
+from penstock.extras import need
 from penstock.files import check_writable
 from penstock.tools.profile import run
 
@@ -65,6 +66,8 @@ def command(
         raise click.UsageError("--pipeline-stages is for a log that is --read")
     if applied and read is not None:
         raise click.UsageError("--apply runs a command again: --read has none")
+    if html is not None:
+        need("penstock profile --html", "matplotlib")
     wanted = {"html": html, "perfetto": perfetto, "kineto": kineto, "csv": csv, "json": json}
     try:
         if read is not None:

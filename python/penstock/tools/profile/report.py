@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.numbers import duration, plural, share
 from penstock.profiling import utilisation
 from penstock.profiling.advice import Advice
 from penstock.profiling.breakdown import OTHER, Breakdown, Share
@@ -26,7 +27,6 @@ from penstock.reports import (
     Table,
     series,
 )
-from penstock.reports.numbers import duration, plural, share
 from penstock.tools.profile import shown, steps
 from penstock.tools.profile.shown import Unit, still_ns, unit
 

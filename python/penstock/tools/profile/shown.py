@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from penstock.numbers import bit_rate, duration, plural, share, size, traffic
 from penstock.profiling.advice import Advice
 from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Breakdown, Moving, Share
 from penstock.profiling.causes import Cause
 from penstock.reports import Column, Line, Table
-from penstock.reports.numbers import duration, plural, share, size
 
 __all__ = [
     "Unit",
@@ -191,7 +191,7 @@ def _sums(breakdown: Breakdown) -> str:
     who = "process was" if len(breakdown.shares) == 1 else "processes were on average"
     return (
         f"{len(breakdown.shares)} {who} in collectives for {duration(total / 1e9)}: {plural(count, 'operation')} in all, "
-        f"{_bytes(sum(each.bytes for each in moved))}"
+        f"{traffic(sum(each.bytes for each in moved))}"
     )
 
 
@@ -339,7 +339,7 @@ def collectives(breakdown: Breakdown) -> Table:
         total = sum(each.bytes for each in moved)
         rate = f"{total / time:.2f} GB/s" if time else "-"
         lines.append(
-            Line([name, f"{sum(each.operations for each in moved):,.0f}", _bytes(total), duration(time / 1e9), rate])
+            Line([name, f"{sum(each.operations for each in moved):,.0f}", traffic(total), duration(time / 1e9), rate])
         )
     return Table("Sums over all processes", columns, lines)
 
@@ -390,19 +390,9 @@ def _mean(values: Iterable[float]) -> float:
     return sum(found) / len(found) if found else 0.0
 
 
-def _bytes(count: float) -> str:
-    return (
-        f"{count / 1e12:.3g} TB"
-        if count >= 1e12
-        else f"{count / 1e9:.3g} GB"
-        if count >= 1e9
-        else f"{count / 1e6:.3g} MB"
-    )
-
-
 NOTHING = Moving()
 UNITS: tuple[tuple[str, Callable[[float], str]], ...] = (
-    ("bytes_per_s", lambda value: f"{8 * value / 1e6:.4g} Mbit/s"),
+    ("bytes_per_s", lambda value: bit_rate(8 * value)),
     ("ms", lambda value: f"{value:.3g} ms"),
     ("bytes", size),
     ("share", lambda value: f"{100 * value:.3g}%" if abs(value) >= 1e-4 else "0%"),

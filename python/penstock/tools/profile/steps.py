@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from penstock.numbers import duration
 from penstock.profiling.breakdown import OTHER, Breakdown
 from penstock.profiling.clocks import Clock, clocks
 from penstock.profiling.divide import flight, standing
@@ -15,7 +16,6 @@ from penstock.profiling.record import Interval, Record
 from penstock.profiling.turns import turns
 from penstock.profiling.utilisation import Series, series
 from penstock.reports import Axis, Key, Picture, Row, Stretch, Timeline
-from penstock.reports.numbers import duration
 from penstock.tools.profile.shown import unit
 
 __all__ = ["Rates", "rates", "timeline"]

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.addresses import split
 from penstock.cluster import deployment as deployments
 from penstock.cluster import jobs as opened_jobs
 from penstock.cluster import places
@@ -91,14 +92,14 @@ def _ports(bed: Testbed, job: Job, scheme: Scheme) -> dict[tuple[str, int], list
         for opened in jobs_at(bed, cluster.server[name]):
             if is_of(bed, job, opened):
                 for rank, address in workers_of(opened).items():
-                    found.setdefault((name, int(rank)), []).append(int(address.rpartition(":")[2]))
+                    found.setdefault((name, int(rank)), []).append(int(split(address)[1]))
     return found
 
 
 def is_of(bed: Testbed, job: Job, opened: dict[str, Any]) -> bool:
     """Whether what is open at a server has the workers of a job, each on its host."""
     workers = workers_of(opened)
-    addresses = [workers.get(str(rank), "").rpartition(":")[0].strip("[]") for rank in range(len(workers))]
+    addresses = [split(workers.get(str(rank), ""))[0] for rank in range(len(workers))]
     family = 6 if addresses and ":" in addresses[0] else 4
     return addresses == [bed.address(host, family) for host in job.workers]
 

@@ -10,6 +10,7 @@ import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from penstock.addresses import split
 from penstock.cluster.network import Cluster, Job
 from penstock.cluster.routes import walk
 from penstock.planning.scheme import Scheme
@@ -167,7 +168,7 @@ def _edges(
 def _ip(cluster: Cluster, daemon: object) -> str:
     address = cluster.address(daemon)  # type: ignore[arg-type]
     assert address is not None, "a deployment names what has addresses"
-    return address.rpartition(":")[0].strip("[]")
+    return split(address)[0]
 
 
 GATEWAYS = {4: "169.254.0.1", 6: "fe80::1"}

@@ -40,6 +40,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from penstock.addresses import split
 from penstock.errors import Closed
 from penstock.errors import Config as ConfigError
 from penstock.errors import Timeout as TimeoutError_
@@ -515,14 +516,14 @@ def connect(given: str) -> Any:
     Raises:
         penstock.errors.Config: there is no address, or nothing answers there within 30 s.
     """
-    host, _, port = given.rpartition(":")
+    host, port = split(given)
     if not host or not port.isdigit():
         raise ConfigError(
             f"the address of the elastic store is {given!r}, and must be HOST:PORT. Start one with `python -m "
             "penstock.elastic.store` and set PENSTOCK_ELASTIC_STORE to what it prints, on all workers."
         )
     try:
-        return dist.TCPStore(host.strip("[]"), int(port), None, False, timedelta(seconds=_CONNECT_S))
+        return dist.TCPStore(host, int(port), None, False, timedelta(seconds=_CONNECT_S))
     except dist.DistError as error:
         raise ConfigError(
             f"the elastic store at {given} does not answer: {str(error).splitlines()[0]}. Is `python -m "

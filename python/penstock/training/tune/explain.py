@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.training.tune.space import Axis, Setting, Space, format_bytes
+from penstock.numbers import size
+from penstock.training.tune.space import Axis, Setting, Space
 
 __all__ = ["explain"]
 
@@ -61,4 +62,4 @@ def _session(number: int, session: Mapping[str, Any]) -> list[str]:
 
 
 def _values(axis: Axis) -> str:
-    return ", ".join(format_bytes(value) if axis.name == "bucket_bytes" else str(value) for value in axis.values)
+    return ", ".join(size(value) if axis.name == "bucket_bytes" else str(value) for value in axis.values)

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.numbers import milliseconds
 from penstock.training.tune.bandit import AucBandit
 from penstock.training.tune.searchers import SEARCHERS, Bayesian, Nearby, Searcher
 from penstock.training.tune.space import Setting, Space
@@ -305,7 +306,7 @@ class Session:
 
         if self._trusts_start:
             best = fastest(each for each in self._champions or medians if each in medians) or self.start
-            its = f"; the default's is {1e3 * medians[default]:.1f} ms" if default in medians else ""
+            its = f"; the default's is {milliseconds(medians[default])}" if default in medians else ""
             self._choose(best, self._lowest(best) + its if best in medians else "no step was measured")
             return
         champion = fastest(each for each in contest if each != default)
@@ -314,17 +315,19 @@ class Session:
             return
         share, errors = faster(contest[champion], contest[default])
         pairs = f"in {share:.0%} of all pairs of their steps by turns, {errors:+.1f} standard errors from one half"
-        its = f"{1e3 * medians[default]:.1f} ms"
+        its = milliseconds(medians[default])
         if errors >= BEYOND:
             ratio = medians[default] / medians[champion]
             why = f"{self._lowest(champion)} but for the default's, which is {its}, {ratio:.2f} times that"
             self._choose(champion, f"{why}; it was faster than the default {pairs}")
         else:
             why = f"it is the default, {its}, and nothing was faster beyond the noise"
-            self._choose(default, f"{why}: {champion}, {1e3 * medians[champion]:.1f} ms, was {pairs}")
+            self._choose(default, f"{why}: {champion}, {milliseconds(medians[champion])}, was {pairs}")
 
     def _lowest(self, setting: Setting) -> str:
-        return f"its median of {len(self._samples[setting])} steps, {1e3 * self.medians[setting]:.1f} ms, is the lowest"
+        return (
+            f"its median of {len(self._samples[setting])} steps, {milliseconds(self.medians[setting])}, is the lowest"
+        )
 
     def _choose(self, setting: Setting, why: str) -> None:
         self.chosen, self.why = setting, why

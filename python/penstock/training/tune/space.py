@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
 
 from penstock import renamed
+from penstock.numbers import size
 
 __all__ = ["Axis", "Point", "Setting", "Space"]
 
@@ -32,9 +33,7 @@ class Setting:
     """off, bf16 or fp16: the dtype on the wire."""
 
     def __str__(self) -> str:
-        return (
-            f"{self.streams} streams, {format_bytes(self.bucket_bytes)} buckets, {self.algorithm}, {self.compression}"
-        )
+        return f"{self.streams} streams, {size(self.bucket_bytes)} buckets, {self.algorithm}, {self.compression}"
 
     @property
     def unit_bytes(self) -> int:
@@ -196,14 +195,6 @@ def with_new_names(document: Any) -> Any:
     log.warning("%s (in a tuner's record or memory)", renamed.message("unit_bytes", "bucket_bytes"))
     # In reasons that are written out, a setting is "16 streams, 4 MiB units, ring, off".
     return json.loads(text.replace('"unit_bytes"', '"bucket_bytes"').replace("B units, ", "B buckets, "))
-
-
-def format_bytes(count: int) -> str:
-    """16777216 as ``16 MiB``; what is no whole number of KiB as bytes."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size and count % size == 0:
-            return f"{count // size} {unit}"
-    return f"{count} B"
 
 
 def _with_value(axis: Axis, value: Any) -> Axis:

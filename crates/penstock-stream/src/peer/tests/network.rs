@@ -18,7 +18,7 @@ pub(super) struct StreamSpec {
 
 /// One direction of a stream: what this side of a pair sends on it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Way {
+pub(super) struct Direction {
     pub(super) pair: usize,
     pub(super) side: usize,
     pub(super) stream: usize,
@@ -26,9 +26,9 @@ pub(super) struct Way {
 
 #[derive(Debug)]
 pub(super) enum News<P> {
-    Arrived(Way, P),
-    /// A way that had no room has room.
-    Room(Way),
+    Arrived(Direction, P),
+    /// A direction that had no room has room.
+    Room(Direction),
 }
 
 /// The streams of all pairs.
@@ -36,7 +36,7 @@ pub(super) struct Streams<P> {
     network: Network<Segment<P>>,
     specs: Vec<StreamSpec>,
     /// By flow.
-    ways: Vec<Way>,
+    directions: Vec<Direction>,
     /// By flow: the link that has the stream's rate.
     own: Vec<LinkId>,
 }
@@ -45,7 +45,7 @@ impl<P: Clone> Streams<P> {
     /// `capacity_mbit_per_s` is what all streams of a pair together carry in each direction.
     pub(super) fn new(pairs: usize, specs: &[StreamSpec], capacity_mbit_per_s: f64) -> Streams<P> {
         let mut topology = Topology::default();
-        let (mut ways, mut paths) = (Vec::new(), Vec::new());
+        let (mut directions, mut paths) = (Vec::new(), Vec::new());
         for (pair, side) in (0..pairs).flat_map(|pair| [(pair, 0), (pair, 1)]) {
             let [from, to] = [0; 2].map(|_| topology.add_host());
             let before = topology.add_switch();
@@ -57,7 +57,7 @@ impl<P: Clone> Streams<P> {
                 let own = Link { rate: bytes_per_s(spec.mbit_per_s), ..Link::default() };
                 let own = topology.add_link(from, before, own);
                 let delay = topology.add_link(behind, to, Link { delay: spec.delay, ..Link::default() });
-                ways.push(Way { pair, side, stream });
+                directions.push(Direction { pair, side, stream });
                 paths.push([Some(own), shared, Some(delay)]);
             }
         }
@@ -67,27 +67,27 @@ impl<P: Clone> Streams<P> {
             network.flow_along(&path.iter().flatten().copied().collect::<Vec<_>>());
         }
         let own = paths.iter().flat_map(|path| path[0]).collect();
-        Streams { network, specs: specs.to_vec(), ways, own }
+        Streams { network, specs: specs.to_vec(), directions, own }
     }
 
     /// Whether it takes another frame now. If not, [`News::Room`] will tell when it does.
-    pub(super) fn has_room(&mut self, way: Way, now: Time) -> bool {
-        self.network.has_room(now, Queue::Flow(self.flow(way)), self.specs[way.stream].buffer_bytes)
+    pub(super) fn has_room(&mut self, direction: Direction, now: Time) -> bool {
+        self.network.has_room(now, Queue::Flow(self.flow(direction)), self.specs[direction.stream].buffer_bytes)
     }
 
-    pub(super) fn push(&mut self, way: Way, bytes: u64, piece: P, now: Time) {
-        let flow = self.flow(way);
+    pub(super) fn push(&mut self, direction: Direction, bytes: u64, piece: P, now: Time) {
+        let flow = self.flow(direction);
         self.network.send_in_segments(now, flow, bytes, SEGMENT_BYTES, piece);
     }
 
     /// What has not arrived is lost.
-    pub(super) fn clear(&mut self, way: Way) {
-        self.network.reset(self.flow(way));
+    pub(super) fn clear(&mut self, direction: Direction) {
+        self.network.reset(self.flow(direction));
     }
 
-    /// A way has another rate; with a rate of 0 it is silent.
-    pub(super) fn set_rate(&mut self, way: Way, mbit_per_s: f64, now: Time) {
-        let own = self.own[self.flow(way).0 as usize];
+    /// A direction has another rate; with a rate of 0 it is silent.
+    pub(super) fn set_rate(&mut self, direction: Direction, mbit_per_s: f64, now: Time) {
+        let own = self.own[self.flow(direction).0 as usize];
         let rate = bytes_per_s(mbit_per_s);
         if rate == 0 {
             return self.network.clog(now, own, Time(u64::MAX));
@@ -114,16 +114,16 @@ impl<P: Clone> Streams<P> {
             match self.network.poll_event()? {
                 Event::Arrived(packet) => {
                     if let Some(piece) = packet.payload {
-                        return Some(News::Arrived(self.ways[packet.flow.0 as usize], *piece));
+                        return Some(News::Arrived(self.directions[packet.flow.0 as usize], *piece));
                     }
                 }
-                Event::Room(Queue::Flow(flow)) => return Some(News::Room(self.ways[flow.0 as usize])),
+                Event::Room(Queue::Flow(flow)) => return Some(News::Room(self.directions[flow.0 as usize])),
                 Event::Room(_) | Event::Lost(..) => {}
             }
         }
     }
 
-    fn flow(&self, Way { pair, side, stream }: Way) -> FlowId {
+    fn flow(&self, Direction { pair, side, stream }: Direction) -> FlowId {
         FlowId(((2 * pair + side) * self.specs.len() + stream) as u32)
     }
 }

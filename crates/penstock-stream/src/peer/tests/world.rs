@@ -4,7 +4,7 @@
 //! times, grants when it posts, holds eager messages until then, tells what it consumed, reads references, retires. It
 //! checks what the machine promises back, on every frame that leaves and on every frame that arrives.
 
-use super::network::{News, StreamSpec, Streams, Way};
+use super::network::{Direction, News, StreamSpec, Streams};
 use crate::frame::{FLAG_PAYLOAD_SUM, FrameError, Header, Kind, Reference};
 use crate::peer::*;
 use penstock_sim::agenda::Agenda;
@@ -342,8 +342,8 @@ impl World {
         self.network.advance(now);
         while let Some(news) = self.network.news() {
             match news {
-                News::Arrived(Way { pair, side, stream }, piece) => self.arrive(pair, 1 - side, stream, piece),
-                News::Room(Way { pair, side, .. }) => self.pairs[pair].touched[side] = true,
+                News::Arrived(Direction { pair, side, stream }, piece) => self.arrive(pair, 1 - side, stream, piece),
+                News::Room(Direction { pair, side, .. }) => self.pairs[pair].touched[side] = true,
             }
         }
         // As an event loop does: read first, then look at the clock.
@@ -391,8 +391,8 @@ impl World {
         }
         while !left.is_empty() {
             left.retain(|&stream| {
-                let way = Way { pair, side, stream };
-                if !self.network.has_room(way, now) {
+                let direction = Direction { pair, side, stream };
+                if !self.network.has_room(direction, now) {
                     return false;
                 }
                 self.polls += 1;
@@ -431,9 +431,9 @@ impl World {
                     Vec::new()
                 };
                 let head = seal(header, &payload);
-                self.network.push(way, Header::BYTES as u64, Piece::Head(head), now);
+                self.network.push(direction, Header::BYTES as u64, Piece::Head(head), now);
                 if header.length > 0 {
-                    self.network.push(way, u64::from(header.length), Piece::Body(source), now);
+                    self.network.push(direction, u64::from(header.length), Piece::Body(source), now);
                 }
                 true
             });
@@ -742,13 +742,13 @@ impl World {
                 self.down(pair, stream, side);
                 // What this side had written may still arrive, or not.
                 if self.rng.random() {
-                    self.network.clear(Way { pair, side, stream });
+                    self.network.clear(Direction { pair, side, stream });
                 }
                 self.schedule(now.plus(skew), Action::CloseOther { pair, stream, side: 1 - side, after });
             }
             Action::CloseOther { pair, stream, side, after } => {
                 self.down(pair, stream, side);
-                (0..2).for_each(|side| self.network.clear(Way { pair, side, stream }));
+                (0..2).for_each(|side| self.network.clear(Direction { pair, side, stream }));
                 if after > 0 {
                     let at = now.plus(after);
                     // The acceptor's first frames follow its WELCOME through the same pipe.
@@ -764,7 +764,7 @@ impl World {
             }
             Action::Rate { pair, stream, mbit_per_s } => {
                 for side in 0..2 {
-                    self.network.set_rate(Way { pair, side, stream }, mbit_per_s, now);
+                    self.network.set_rate(Direction { pair, side, stream }, mbit_per_s, now);
                 }
             }
         }
@@ -780,7 +780,7 @@ impl World {
         up[stream][side] = false;
         touched[side] = true;
         reading[stream][side] = None;
-        self.network.clear(Way { pair, side: 1 - side, stream });
+        self.network.clear(Direction { pair, side: 1 - side, stream });
     }
 
     /// All that was sent has arrived and all operations are over: a machine holds nothing but running totals, and the

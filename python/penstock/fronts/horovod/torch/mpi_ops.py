@@ -13,7 +13,7 @@ All of them raise:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from penstock.fronts.horovod.common.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from penstock.fronts.horovod.controller import Controller
 from penstock.fronts.horovod.negotiation import Kind, Op, Request
 from penstock.fronts.horovod.operations import Entry
 from penstock.fronts.horovod.torch import handles, objects
@@ -524,18 +525,8 @@ def _all_gather(tensors: Sequence[torch.Tensor], name: str | None, process_set: 
     controller = handles.controller_of(process_set, "Allgather")
     for tensor in tensors:
         handles.check_tensor(tensor)
-    entries = [
-        Entry(
-            own,
-            handles.request(Kind.ALLGATHER, tensor),
-            tensor=tensor,
-            output=handles.empty(tensor),
-            ready=handles.ready(tensor),
-        )
-        for own, tensor in zip(handles.names(controller, "allgather", name, tensors, grouped), tensors, strict=True)
-    ]
-    outputs = tuple(entry.output for entry in entries)
-    return handles.submit(controller, entries, outputs if grouped else outputs[0])
+    names = handles.names(controller, "allgather", name, tensors, grouped)
+    return _submitted(controller, names, tensors, grouped, lambda tensor: handles.request(Kind.ALLGATHER, tensor))
 
 
 def _broadcast(
@@ -570,15 +561,25 @@ def _reduce_scatter(
         raise HorovodInternalError("AdasumReducescatter is not implemented.")
     for tensor in tensors:
         handles.check_tensor(tensor, reduced=True)
+
+    def request(tensor: torch.Tensor) -> Request:
+        return handles.request(Kind.REDUCESCATTER, tensor, op=Op(op), prescale=prescale, postscale=postscale)
+
+    names = handles.names(controller, "reducescatter", name, tensors, grouped)
+    return _submitted(controller, names, tensors, grouped, request)
+
+
+def _submitted(
+    controller: Controller,
+    names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    grouped: bool,
+    request: Callable[[torch.Tensor], Request],
+) -> int:
+    """A handle for operations whose results have sizes of their own: of the list of them, or of the only one."""
     entries = [
-        Entry(
-            own,
-            handles.request(Kind.REDUCESCATTER, tensor, op=Op(op), prescale=prescale, postscale=postscale),
-            tensor=tensor,
-            output=handles.empty(tensor),
-            ready=handles.ready(tensor),
-        )
-        for own, tensor in zip(handles.names(controller, "reducescatter", name, tensors, grouped), tensors, strict=True)
+        Entry(own, request(tensor), tensor=tensor, output=handles.empty(tensor), ready=handles.ready(tensor))
+        for own, tensor in zip(names, tensors, strict=True)
     ]
     outputs = tuple(entry.output for entry in entries)
     return handles.submit(controller, entries, outputs if grouped else outputs[0])

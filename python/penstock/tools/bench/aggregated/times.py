@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from penstock.cluster.generate import blocks
+from penstock.numbers import milliseconds, share, size, times
 from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Page, Part, Picture, Section, Table, series
-from penstock.reports.numbers import milliseconds, share, size, times
 from penstock.tools.bench import machine
 from penstock.tools.bench.aggregated.cluster import PORT, Cluster
 from penstock.tools.bench.launcher import BenchError

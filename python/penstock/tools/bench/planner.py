@@ -44,12 +44,14 @@ __all__ = ["Row", "command", "fat_tree", "measure", "page", "tables"]
     type=click.FloatRange(0.05),
     default=1.0,
     show_default=True,
-    help="Of search for each plan, behind the bound.",
+    help="Of search for each deployment, behind the bound.",
 )
 @click.option("--workers", default="10,20,30,40,50", show_default=True, help="With 4 servers.")
 @click.option("--servers", default="2,3,4,5,6", show_default=True, help="With 48 workers; none: ''.")
 @click.option("--large/--no-large", default=True, show_default=True, help="Also time the largest problems.")
-@click.option("--testbed", is_flag=True, help="Instead run plans on emulated hosts, and compare loads; needs root.")
+@click.option(
+    "--testbed", is_flag=True, help="Instead run deployments on emulated hosts, and compare loads; needs root."
+)
 @click.option(
     "--mebibytes", type=click.IntRange(1), default=64, show_default=True, help="Of a gradient, with --testbed."
 )
@@ -70,7 +72,7 @@ def command(
     """Plan the networks of the paper InArt, and compare: a fat-tree of 54 hosts, and figure 1.
 
     All is computed, on one core; with the defaults it takes about ten minutes. With --testbed three small networks are emulated
-    and carry their plans out, which takes eight. See docs/design/planner.md.
+    and run their deployments, which takes eight. See docs/design/planner.md.
     """
     need("penstock bench plan", "scipy")
     check_files(json_path=json_path, report_path=report_path)
@@ -283,7 +285,7 @@ def page(
         sections.append(Section("How long planning takes", [_of_times(times)]))
     return Page(
         kind="Penstock bench: plan",
-        answer=f"Rates of plans over ATP: {told}",
+        answer=f"Planned rates over ATP's: {told}",
         picture=first,
         next=Next("Plan a cluster of your own.", "penstock plan cluster.yaml -o deployment.yaml"),
         setting="A fat-tree of 54 hosts and 45 switches as in InArt's section 5.3, computed: 20 Mbit/s a link, or 10 to 30.",
@@ -351,7 +353,7 @@ def _plain(found: Sequence[Table]) -> list[dict[str, Any]]:
 
 
 def _times() -> list[dict[str, Any]]:
-    """Processor seconds of the largest problems: the bars of a plan for 54 hosts, a change of plans, and 4,096 workers."""
+    """Processor seconds of the largest problems: the bars of planning for 54 hosts, of a change, and of 4,096 workers."""
     import numpy as np
 
     from penstock.planning.problem import Problem
@@ -548,7 +550,7 @@ SHOWN = (
         "sending rate",
         "Mbit/s",
         "What every worker can send",
-        "Dashed: what no plan of one level passes.",
+        "Dashed: the bound for one level.",
     ),
     _Shown("time", 8 * MODELS["LSTM"], "time", "s", "How long gradients of the LSTM are on their way", GRADIENTS),
     _Shown("throughput", 1 / _MBIT, "throughput", "Mbit/s", "What all links carry together"),

@@ -8,14 +8,21 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import click
 
 from penstock.cluster.network import Aggregator, Cluster, End, Host, Job, Link, Nic, Server, Switch
 from penstock.errors import Config as ConfigError
+from penstock.files import write_whole
+from penstock.numbers import bit_rate
+from penstock.runtime import config
 from penstock.tools.bench.mesh import STALL_S, Mesh
+from penstock.tools.doctor import pairs
 from penstock.tools.testbed.link import ETHERNET_HEADER_BYTES, IPV4_TCP_HEADER_BYTES
 
-__all__ = ["Seen", "cluster_of", "own_address", "together_s"]
+__all__ = ["Seen", "cluster_of", "measure"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,57 @@ class Seen:
     """Seconds, to the same."""
 
 
-def own_address(host: str) -> tuple[str, int]:
+def measure(size: int, output: str, servers: Sequence[int], aggregators: Sequence[int]) -> bool:
+    """Raw sockets between all pairs of hosts, and rank 0 writes the cluster file."""
+    import torch.distributed as dist
+
+    from penstock.cluster import file
+    from penstock.torch import stats
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    peers = {peer["rank"]: peer for peer in stats()["peers"]}
+    far = {other: peer for other, peer in peers.items() if peer["medium"] == "tcp"}
+    hosts = {other: pairs.host_of(peer) for other, peer in far.items()}
+    notes = []
+    rates: dict[int, float] = {}
+    for other in pairs.partners(dist):
+        if other in far:
+            try:
+                rates[other], _ = pairs.raw_rate(dist, size, other, hosts[other], len(far[other]["streams"]))
+            except OSError as error:
+                notes.append(f"rank {rank} to rank {other}: {error}")
+    address, mtu = _own_address(next(iter(hosts.values()))) if hosts else ("127.0.0.1", 1500)
+    trips = {
+        other: min((stream["round_trip_s"] for stream in peer["streams"] if stream["round_trip_s"]), default=0.0)
+        for other, peer in far.items()
+    }
+    settings = config.read()
+    together = _together_s(dist, address, size, settings.streams, settings.port_range)
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, (Seen(socket.gethostname(), address, mtu, rates, trips), together, notes))
+    if rank != 0:
+        return True
+    slowest = max((one[1] for one in everyone if one[1] is not None), default=None)
+    seen = [one[0] for one in everyone]
+    notes = [note for one in everyone for note in one[2]]
+    try:
+        cluster, unexplained = cluster_of(seen, servers=servers, aggregators=aggregators, together=slowest, size=size)
+        said = [f"# Measured by `penstock doctor --links`, {time.strftime('%Y-%m-%d %H:%M')}, {world} ranks"]
+        said += [f"# {note}" for note in (*unexplained, *notes)]
+        write_whole(Path(output), "\n".join(said) + "\n" + file.dump(cluster))
+    except (ConfigError, OSError) as error:
+        click.echo(f"{output} was not written: {error}", err=True)
+        return False
+    for link in cluster.links:
+        rate = bit_rate(link.rate_bit_s or 0)
+        click.echo(f"{link.name:>20}  {rate:>18}  {link.delay_ns / 1e6:.2f} ms")
+    for note in (*unexplained, *notes):
+        click.echo(f"! {note}")
+    click.echo(f"{output} is the cluster: penstock plan {output}")
+    return True
+
+
+def _own_address(host: str) -> tuple[str, int]:
     """This machine's address on the route to another host, and the route's MTU."""
     six = ":" in host
     with socket.socket(socket.AF_INET6 if six else socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -42,7 +99,7 @@ def own_address(host: str) -> tuple[str, int]:
         return probe.getsockname()[0], probe.getsockopt(level, option)
 
 
-def together_s(dist: Any, address: str, size: int, flows: int, ports: tuple[int, int]) -> float | None:
+def _together_s(dist: Any, address: str, size: int, flows: int, ports: tuple[int, int]) -> float | None:
     """Seconds that it takes when a rank of each host sends so many bytes to that of the next host, all at once. Collective.
 
     None where sockets could not connect, and on ranks that take no part: the first rank of each host does.
@@ -99,7 +156,7 @@ def cluster_of(
     Args:
         seen: by rank.
         servers, aggregators: ranks on whose hosts these run, and no workers. Without servers every host has one.
-        together: seconds that `together_s` took with ``size`` bytes.
+        together: seconds that `_together_s` took with ``size`` bytes.
 
     Raises:
         penstock.errors.Config: all ranks are on one host, or a rank is none or left over for no worker.
