@@ -204,6 +204,39 @@ def wait_for(address: str, condition: Any) -> dict[str, Any]:
         assert time.monotonic() < deadline, told
 
 
+def test_many_jobs_are_told_in_pages() -> None:
+    """A daemon with 1,500 jobs tells of as many at a time as an answer of bounded length has room for, and where the next ones
+    begin; one job can be asked for alone. `top` shows all of them."""
+    arguments = ("--listen", "127.0.0.1:0", "--jobs", "1500", "--slots", "6000", "--memory", "1M")
+    with running("aggregator", *arguments) as (process, address):
+        workers, parent = [udp(), udp()], udp()
+        body = json.dumps(job(workers, parent)).encode()
+        for number in range(1500):
+            asked = urllib.request.Request(f"http://{address}/jobs/{3 * number}", data=body, method="PUT")
+            with urllib.request.urlopen(asked, timeout=20) as answer:
+                assert answer.status == 201
+        found: list[int] = []
+        start: int | None = 0
+        longest = 0
+        while start is not None:
+            with urllib.request.urlopen(f"http://{address}/jobs?from={start}", timeout=20) as answer:
+                text = answer.read()
+            page, longest = json.loads(text), max(longest, len(text))
+            assert page["jobs"] and page["socket"]["received"] == 0
+            found += [one["job"] for one in page["jobs"]]
+            start = page["next"]
+        assert found == [3 * number for number in range(1500)] and longest < 6 << 20
+        assert len(page["jobs"]) < 1500, "it is one page"
+        assert request("GET", address, "/jobs?from=3001")[1]["jobs"][0]["job"] == 3003
+        assert request("GET", address, "/jobs?from=4498")[1] == {**page, "jobs": [], "next": None}
+        status, alone = request("GET", address, "/jobs/3003")
+        assert (status, [one["job"] for one in alone["jobs"]], alone["next"]) == (200, [3003], None)
+        assert request("GET", address, "/jobs/3004") == (404, {"error": "job 3004 is not open here"})
+        assert request("GET", address, "/jobs?from=x")[0] == 400
+        assert len(top.fetch(address)["counted"]["jobs"]) == 1500
+        process.terminate()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_at_once_where_nothing_is_half_done(number: signal.Signals) -> None:
     """Ctrl-C and SIGTERM are prompt, and success."""

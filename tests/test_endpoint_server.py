@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+import urllib.error
 import urllib.request
 from typing import Any
 
@@ -22,6 +23,18 @@ from penstock.cluster import jobs
 _SECRET = "of server and workers"
 _ALONE = {"MASTER_ADDR": None, "MASTER_PORT": None, "RANK": None, "WORLD_SIZE": None}
 _WORKERS = 3
+_BODY: dict[str, Any] = {
+    "epoch": 1,
+    "key": "000102030405060708090a0b0c0d0e0f",
+    "window": 16,
+    "block_bytes": 1024,
+    "floats": True,
+    "start": 2**32 - 30,
+    "names": "children",
+    "done": "buffer",
+    "tree": [{"worker": worker} for worker in range(_WORKERS)],
+    "workers": ["stream"] * _WORKERS,
+}
 
 
 def _server(*options: str) -> tuple[daemons.Daemon, str]:
@@ -33,19 +46,7 @@ def _server(*options: str) -> tuple[daemons.Daemon, str]:
 
 def _open(address: str, **changes: Any) -> None:
     """Open job 7 for workers behind streams."""
-    body = {
-        "epoch": 1,
-        "key": "000102030405060708090a0b0c0d0e0f",
-        "window": 16,
-        "block_bytes": 1024,
-        "floats": True,
-        "start": 2**32 - 30,
-        "names": "children",
-        "done": "buffer",
-        "tree": [{"worker": worker} for worker in range(_WORKERS)],
-        "workers": ["stream"] * _WORKERS,
-        **changes,
-    }
+    body = {**_BODY, **changes}
     if body["done"] == "block":
         body.pop("pending_bytes", None)
     data = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
@@ -211,6 +212,44 @@ def _orphaned(at: str) -> None:
             assert time.monotonic() < deadline
         client.push(f"sums/7/2/{who}/0/f32", _part(who, 5)).wait()
         assert client.pull(f"sums/7/2/{who}/0").wait().tobytes() == _sum(5).tobytes()
+
+
+def test_jobs_are_opened_over_a_stream() -> None:
+    """A client opens a job, pushes, pulls and closes it over one connection, with a server that demands proofs over HTTP; what
+    the server refuses is told as over HTTP."""
+    server, at = _server()
+    with server:
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            jobs._request("PUT", server.address, "/jobs/9", b"{}", None, time.monotonic() + 20)
+        ranks.run(_opened, count=1, env=_ALONE, args=(at,))
+        assert server.get("/jobs")["jobs"] == []
+
+
+def _opened(at: str) -> None:
+    body = {**_BODY, "tree": [{"worker": 0}], "workers": ["stream"]}
+    with _connect(at) as client:
+        for _ in range(2):
+            told = json.loads(bytes(client.request("open/9", json.dumps(body).encode()).wait()))
+            assert told["shards"] == 1
+        client.push("sums/9/1/0/0/f32", _part(0, 0)).wait()
+        assert client.pull("sums/9/1/0/0").wait().tobytes() == _part(0, 0).tobytes()
+        assert json.loads(bytes(client.request("jobs", b"9").wait()))["jobs"][0]["done"] == "buffer"
+        assert json.loads(bytes(client.request("jobs", b"10").wait()))["jobs"] == []
+        for ask, why in [
+            (lambda: client.request("open/9", json.dumps({**body, "window": 32}).encode()), "open with other contents"),
+            (lambda: client.request("open/x", json.dumps(body).encode()), '"x" is not the number of a job'),
+            (lambda: client.request("open/10", b"{"), "EOF"),
+            (lambda: client.request("close/9/2"), "job 9 is in epoch 1, not 2"),
+            (lambda: client.request("close/9"), "say which epoch"),
+            (lambda: client.request("jobs", b"all"), "the number of the first job"),
+        ]:
+            with pytest.raises(errors.HandlerFailed, match=why):
+                ask().wait()
+        client.request("close/9/1").wait()
+        with pytest.raises(errors.HandlerFailed, match="job 9 is not open here"):
+            client.request("close/9/1").wait()
+        with pytest.raises(errors.HandlerFailed, match="epoch 1 of job 9 is not open"):
+            client.push("sums/9/1/0/1/f32", _part(0, 1)).wait()
 
 
 def test_many_calls_wait() -> None:

@@ -205,10 +205,72 @@ def _arrays() -> list[str]:
     return ended
 
 
-def test_ranks_may_differ() -> None:
-    """Each sends by its own priority, and results are the same."""
-    for value in ranks.run(_differ, count=3):
-        assert value == [3.0, 3.0, 3.0]
+@pytest.mark.parametrize("medium", [{"PENSTOCK_SHM": "0"}, {}], ids=["tcp", "memory"])
+def test_ranks_may_differ(medium: dict[str, str]) -> None:
+    """Each sends by its own priority, and results are the same. Some rank says so, and each once at most, with the operation,
+    both ranks and both numbers."""
+    with ranks.Ranks(_differ, count=3, env=medium) as job:
+        outcomes = job.outcomes(timeout_s=60)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    assert [outcome.value for outcome in outcomes] == [[3.0, 3.0, 3.0]] * 3
+    told = [line for outcome in outcomes for line in _differences(outcome)]
+    assert told and all(len(_differences(outcome)) <= 1 for outcome in outcomes), told
+    for line in told:
+        found = re.search(
+            r"all_reduce.* #(\d) of group .* has priority (\d+) on rank (\d).* and (\d+) on rank (\d)", line
+        )
+        assert found is not None, line
+        number, ours, own, theirs, other = map(int, found.groups())
+        assert (ours, theirs) == tuple((rank * 100 + (number - 1) * 77) % 256 for rank in (own, other)), line
+
+
+def _differences(outcome: ranks.Outcome) -> list[str]:
+    return [line for line in outcome.output.splitlines() if "has priority" in line]
+
+
+def test_what_need_not_be_alike_is_not_told() -> None:
+    """Nothing is said of operations that ranks change later, of messages, whose senders decide, nor of Horovod's rounds and of
+    ranks that have joined."""
+    for program in (_alike, _alike_in_horovod):
+        with ranks.Ranks(program, count=2) as job:
+            outcomes = job.outcomes(timeout_s=60)
+        assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+        assert not [line for outcome in outcomes for line in _differences(outcome)]
+
+
+def _alike() -> None:
+    dist.init_process_group("penstock")
+    rank = dist.get_rank()
+    for number in (0, 200, 255):
+        with penstock.priority(number) as block:
+            works = [dist.all_reduce(torch.ones(size), async_op=True) for size in (3, 1 << 20, 100_000)]
+            block.change(40 * rank)
+        for work in works:
+            work.wait()
+    with penstock.priority(rank):
+        peer = torch.ones(100_000)
+        dist.send(peer, 1) if rank == 0 else dist.recv(peer, 0)
+    dist.destroy_process_group()
+
+
+def _alike_in_horovod() -> None:
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    if hvd.rank() == 0:
+        # Rank 1 has submitted nothing urgent when this is told.
+        with penstock.priority(0):
+            first = hvd.allreduce_async(torch.ones(5), op=hvd.Sum, name="first")
+    hvd.allreduce(torch.ones(5), op=hvd.Sum, name="second")
+    if hvd.rank() == 1:
+        with penstock.priority(0):
+            first = hvd.allreduce_async(torch.ones(5), op=hvd.Sum, name="first")
+    hvd.synchronize(first)
+    if hvd.rank() == 0:
+        with penstock.priority(9):
+            assert hvd.allreduce(torch.ones(5), op=hvd.Sum, name="alone").tolist() == [1.0] * 5
+    hvd.join()
+    hvd.shutdown()
 
 
 def _differ() -> list[float]:

@@ -233,7 +233,22 @@ impl Table {
 
     /// What [`Table::reserve`] takes for a server's table of so many children.
     pub(crate) fn server_bytes(window: u32, block_bytes: usize, children: usize) -> usize {
-        (window as usize).saturating_mul((children + 1).saturating_mul(block_bytes) + size_of::<Slot>())
+        (window as usize)
+            .saturating_mul((children + 1).saturating_mul(block_bytes) + size_of::<Slot>() + size_of::<u64>())
+    }
+
+    /// A child that was heard before has these results at least.
+    pub(crate) fn raise(&mut self, child: usize, ack: Serial) {
+        if let Some(heard) = &mut self.heart[child] {
+            *heard = (ack, ack.plus(self.tenant.window - 1));
+        }
+    }
+
+    /// Forgets the block of a SeqNum, or whatever else is in its slot.
+    pub(crate) fn forget(&mut self, seq: Serial) {
+        if let Ok(index) = self.slot_of(seq) {
+            self.slots[index] = EMPTY;
+        }
     }
 
     /// The children whose block of this SeqNum is not in its slot, as a bitmap.

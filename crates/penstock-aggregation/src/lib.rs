@@ -17,6 +17,8 @@
 
 mod aggregator;
 mod arithmetic;
+#[cfg(test)]
+mod around_tests;
 pub mod client;
 mod congestion;
 mod estimate;

@@ -497,6 +497,7 @@ impl Server {
         while self.slots[self.index(self.ack)].is_committed(self.ack) {
             self.absorb(self.ack);
             self.ack = self.ack.plus(1);
+            self.paths.passed += 1;
         }
     }
 

@@ -234,7 +234,7 @@ impl Worker {
     /// before it.
     #[must_use]
     pub fn everywhere(&self) -> Serial {
-        let together = Serial(self.credit.0.wrapping_sub(self.config.window - 1));
+        let together = self.credit.plus((self.config.window - 1).wrapping_neg());
         self.pull.as_ref().map_or(together, |pull| pull.everywhere)
     }
 

@@ -3,7 +3,7 @@
 use penstock_stream::MessageKey;
 use penstock_stream::fingerprint::Fingerprint;
 use penstock_stream::frame::NumberSpace;
-use penstock_types::{GroupId, OpSeq, PeerId, Scope};
+use penstock_types::{GroupId, OpSeq, PeerId, Priority, Scope};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// Messages that came early, with what the caller keeps of each (`P`: its bytes, say), and what peers believe operations to be
@@ -33,6 +33,8 @@ pub enum Content<P> {
         total: u64,
         /// Its bytes are here, and its sender had the credit for them. It may use that again when they are consumed.
         uses_credit: bool,
+        /// The priority that its sender has issued the operation with, if it has not changed that.
+        priority: Option<Priority>,
         /// What the caller keeps.
         payload: P,
     },
@@ -279,7 +281,7 @@ mod tests {
                     0..4 => {
                         let total = rng.u64(0..100);
                         let (announced, uses_credit) = (rng.bool(), rng.bool());
-                        let here = Content::Here { total, uses_credit, payload: total };
+                        let here = Content::Here { total, uses_credit, priority: None, payload: total };
                         let content = if announced { Content::Announced } else { here };
                         early.keep(peer, key, fingerprint, content);
                         model.arrivals += 1;
@@ -304,7 +306,7 @@ mod tests {
                             (None, None) => {}
                             (Some(Content::Announced), Some(What::Message { announced, .. })) => assert!(announced),
                             (
-                                Some(Content::Here { total, uses_credit, payload }),
+                                Some(Content::Here { total, uses_credit, payload, .. }),
                                 Some(What::Message { credit, announced, .. }),
                             ) => assert!(payload == total && credit == uses_credit.then_some(total) && !announced),
                             other => panic!("{other:?}"),

@@ -104,6 +104,37 @@ fn an_acceptor_of_another_version_is_named() {
     }
 }
 
+/// Of thousands of processes that refuse this one, only the last ones are kept, and their numbers are used again; the engine takes no more
+/// memory. One that comes after them all is joined as ever.
+#[test]
+fn those_that_refuse_are_forgotten() {
+    let engine = engine();
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("bound");
+    let mut memory = 0;
+    for number in 1..=600u64 {
+        let mut acceptor = Acceptor::new([1; 32], 0);
+        acceptor.refuse(RefusalCode::Version, "a test");
+        let mut node = SMALLEST;
+        node[8..].copy_from_slice(&number.to_le_bytes());
+        let (group, ticket) = join_as(&engine, &contact(node, vec![address]), GroupId(1000 + number));
+        let (mut stream, _) = listener.accept().expect("the engine connects");
+        assert!(stream.read(&mut [0; 1024]).expect("a HELLO") > 0);
+        stream.write_all(&acceptor.poll_transmit()).expect("the engine reads");
+        assert_eq!(wait(&ticket).expect_err("refused").kind, FailureKind::Refused);
+        group.leave();
+        if number == 300 {
+            memory = engine.stats().expect("it runs").memory_bytes;
+        }
+    }
+    let stats = engine.stats().expect("it runs");
+    assert!(stats.peers.len() < 200, "{} peers", stats.peers.len());
+    assert!(stats.memory_bytes <= memory, "{memory} bytes after 300, {} after 600", stats.memory_bytes);
+    let (_group, _ticket) = join(&engine, &contact(LARGEST, Vec::new()));
+    let mut peer = connect(&engine, self::local);
+    assert!(peer.read(&mut [0; 1024]).expect("frames") > 0);
+}
+
 /// A peer on this host that sends what is no frame is cut off, and the failure says so, here and in a last frame to the peer;
 /// only one that closes its connection is taken for dead.
 #[test]
@@ -187,6 +218,7 @@ fn half_a_frame_of_a_failed_group() {
         peer.machine.send(Outgoing {
             key: MessageKey { group: OTHER, space: FROM_PEER, op: OpSeq(0), message: 0 },
             priority: Priority(0),
+            is_changed: false,
             fingerprint: self::fingerprint(10),
             coflow: 0,
             body: Body::Owned([7; 40].into()),
@@ -239,6 +271,7 @@ fn half_a_farewell_of_a_failed_group() {
     peer.machine.send(Outgoing {
         key: MessageKey { group: OTHER, space: FROM_PEER, op: OpSeq(0), message: 0 },
         priority: Priority(0),
+        is_changed: false,
         fingerprint: fingerprint(10),
         coflow: 0,
         body: Body::Owned([7; 40].into()),
@@ -269,7 +302,14 @@ fn a_frame_that_cuts_an_element() {
         }
     };
     let body = Body::Owned(vec![1; 64_000].into());
-    peer.machine.send(Outgoing { key: grant.key, priority: Priority(0), fingerprint, coflow: 0, body });
+    peer.machine.send(Outgoing {
+        key: grant.key,
+        priority: Priority(0),
+        is_changed: false,
+        fingerprint,
+        coflow: 0,
+        body,
+    });
     let mut frame = loop {
         let frame = peer.machine.poll_frame(0, NOW).expect("a data frame");
         if frame.header.kind == Kind::Data {
@@ -461,7 +501,7 @@ fn what_was_announced_goes_with_its_rank() {
         let child = &mut children[announces - 1];
         let key = MessageKey { group: JOB, space: NumberSpace::Collective(ChannelId::MAIN), op: OpSeq(1), message: 0 };
         let body = Body::Owned([1, 0, 0, 0].into());
-        child.machine.send(Outgoing { key, priority: Priority(0), fingerprint, coflow: 0, body });
+        child.machine.send(Outgoing { key, priority: Priority(0), is_changed: false, fingerprint, coflow: 0, body });
         child.machine.bye();
         child.flush();
         child.stream.shutdown(Shutdown::Both).expect("it is open");
@@ -499,7 +539,14 @@ fn messages_that_the_end_of_their_group_has_overtaken() {
         for group in [OTHER, unknown] {
             let key = MessageKey { group, space: FROM_PEER, op: OpSeq(0), message: 0 };
             let body = Body::Owned([7; 40].into());
-            peer.machine.send(Outgoing { key, priority: Priority(0), fingerprint: fingerprint(10), coflow: 0, body });
+            peer.machine.send(Outgoing {
+                key,
+                priority: Priority(0),
+                is_changed: false,
+                fingerprint: fingerprint(10),
+                coflow: 0,
+                body,
+            });
             peer.machine.probe(key, fingerprint(10));
         }
         while !peer.machine.is_quiet() {
@@ -725,7 +772,14 @@ impl<S: Stream> Hand<S> {
             if kind == Kind::Data && key.group == group {
                 payload[0] ^= host;
                 let body = Body::Owned(payload.into());
-                self.machine.send(Outgoing { key, priority: Priority(0), fingerprint, coflow: 0, body });
+                self.machine.send(Outgoing {
+                    key,
+                    priority: Priority(0),
+                    is_changed: false,
+                    fingerprint,
+                    coflow: 0,
+                    body,
+                });
                 return self.flush();
             }
         }

@@ -163,12 +163,22 @@ struct Connections {
 /// A peer that cannot be reached any more.
 struct Gone {
     peer: PeerId,
-    /// It has said good-bye.
-    has_left: bool,
+    how: How,
     /// What to say of it.
     reason: String,
-    /// Its process is gone for certain.
-    has_died: bool,
+}
+
+/// How a peer has gone.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum How {
+    /// It has said good-bye.
+    Left,
+    Lost {
+        /// Its process is gone for certain.
+        has_died: bool,
+    },
+    /// It was never connected: one of the two processes has refused the other.
+    Refused,
 }
 
 impl Driver {

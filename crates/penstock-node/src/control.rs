@@ -2,12 +2,12 @@
 
 use crate::admission::{aggregator_job, server_job};
 use crate::http::{Request, Response};
-use crate::report::{About, JobReport, Report};
+use crate::report::{About, JobReport, Report, Which};
 use crate::shard::{Command, Handle, Refused, epoch_is_over};
 use crate::streams::Streamed;
 use crate::{Config, Role, proof};
 use penstock_aggregation::{Limits, VERSION};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -51,17 +51,38 @@ impl Control {
         }
     }
 
+    /// Answers a request over HTTP: one that opens or closes a job needs a proof, where there is a secret.
     pub(crate) fn handle(&self, request: &Request) -> Response {
-        let path = request.path.split('?').next().unwrap_or_default();
-        let query = request.path.split_once('?').map_or("", |(_, query)| query);
+        let Request { method, path, body, .. } = request;
+        if let (Some(secret), "PUT" | "DELETE") = (&self.config.secret, method.as_str()) {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+            let what = (method.as_str(), path.as_str(), &body[..]);
+            let (time, proof) = (request.header(proof::TIME_HEADER), request.header(proof::PROOF_HEADER));
+            if let Err(reason) = proof::check(secret, &self.daemon, now, what, time, proof) {
+                return Response::error(401, reason);
+            }
+        }
+        self.answer(method, path, body)
+    }
+
+    /// Answers a request of somebody who may open and close jobs.
+    pub(crate) fn answer(&self, method: &str, target: &str, body: &[u8]) -> Response {
+        let (path, query) = target.split_once('?').unwrap_or((target, ""));
         let parts: Vec<&str> = path.split('/').skip(1).collect();
-        match (request.method.as_str(), &parts[..]) {
+        match (method, &parts[..]) {
             ("GET", [""]) => self.about(),
-            ("GET", ["jobs"]) => match self.report() {
-                Some(report) => Response::json(200, &report.json()),
-                None => Response::error(503, "a shard does not answer"),
+            ("GET", ["jobs"]) => {
+                let from = query.split('&').find_map(|pair| pair.strip_prefix("from="));
+                match from.map_or(Ok(0), str::parse) {
+                    Ok(from) => told(self.page(from)),
+                    Err(_) => Response::error(400, "say from which job on: GET /jobs?from=N"),
+                }
+            }
+            ("GET", ["jobs", job]) => match job.parse::<u32>() {
+                Ok(job) if self.registry().jobs.contains_key(&job) => told(self.tell(vec![job], None)),
+                _ => Response::error(404, format!("job {job} is not open here")),
             },
-            ("GET", ["metrics"]) => match self.report() {
+            ("GET", ["metrics"]) => match self.report(&Which::All) {
                 Some(report) => Response {
                     status: 200,
                     content_type: "text/plain; version=0.0.4; charset=utf-8",
@@ -70,24 +91,37 @@ impl Control {
                 None => Response::error(503, "a shard does not answer"),
             },
             ("PUT" | "DELETE", ["jobs", job]) => {
-                if let Some(secret) = &self.config.secret {
-                    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-                    let what = (request.method.as_str(), request.path.as_str(), &request.body[..]);
-                    let (time, proof) = (request.header(proof::TIME_HEADER), request.header(proof::PROOF_HEADER));
-                    if let Err(reason) = proof::check(secret, &self.daemon, now, what, time, proof) {
-                        return Response::error(401, reason);
-                    }
-                }
                 let Ok(job) = job.parse::<u32>() else {
                     return Response::error(400, format!("{job:?} is not the number of a job: 0 to 4294967295 are"));
                 };
-                if request.method == "PUT" { self.open(job, &request.body) } else { self.close(job, query) }
+                if method == "PUT" { self.open(job, body) } else { self.close(job, query) }
             }
             (_, ["" | "jobs" | "metrics"] | ["jobs", _]) => {
-                Response::error(405, format!("{} is not possible on {path}", request.method))
+                Response::error(405, format!("{method} is not possible on {path}"))
             }
             _ => Response::error(404, "there are /, /jobs, /metrics and /jobs/{job}"),
         }
+    }
+
+    /// What `GET /jobs?from=` says: of the jobs with this number or a higher one, as many as an answer of bounded length has room for.
+    fn page(&self, from: u32) -> Option<Value> {
+        let (mut jobs, mut bytes, mut next) = (Vec::new(), 0, None);
+        for (job, (_, body)) in self.registry().jobs.range(from..) {
+            bytes += body.len();
+            if bytes > PAGE_BYTES && !jobs.is_empty() {
+                next = Some(*job);
+                break;
+            }
+            jobs.push(*job);
+        }
+        self.tell(jobs, next)
+    }
+
+    /// The counters, those of some jobs, and the number of the first job that is on the next page.
+    fn tell(&self, jobs: Vec<u32>, next: Option<u32>) -> Option<Value> {
+        let mut value = self.report(&Which::These(jobs))?.json();
+        value["next"] = json!(next);
+        Some(value)
     }
 
     pub(crate) fn limits(&self) -> Limits {
@@ -103,9 +137,9 @@ impl Control {
         self.draining.load(Ordering::Relaxed)
     }
 
-    /// What `GET /jobs` says.
-    pub(crate) fn jobs(&self) -> Option<String> {
-        self.report().map(|report| report.json().to_string())
+    /// What `GET /jobs?from=` says.
+    pub(crate) fn jobs(&self, from: u32) -> Option<String> {
+        self.page(from).map(|jobs| jobs.to_string())
     }
 
     /// A worker behind a stream pushes or pulls.
@@ -118,7 +152,7 @@ impl Control {
 
     /// Whether no sum is incomplete; `None`: a shard does not answer.
     pub(crate) fn is_idle(&self) -> Option<bool> {
-        let report = self.report()?;
+        let report = self.report(&Which::All)?;
         Some(report.jobs.iter().all(|job| {
             // A server also waits until all workers have their results.
             let untold = job.server.as_ref().is_some_and(|server| {
@@ -135,7 +169,7 @@ impl Control {
 
     /// Closes jobs from which nothing has come for long.
     pub(crate) fn forget_silent(&self) {
-        let Some(report) = self.report() else {
+        let Some(report) = self.report(&Which::All) else {
             return;
         };
         let limit = u64::try_from(self.config.forget_after.as_nanos()).unwrap_or(u64::MAX);
@@ -273,13 +307,13 @@ impl Control {
         }
     }
 
-    fn report(&self) -> Option<Report> {
+    fn report(&self, which: &Which) -> Option<Report> {
         let mut all = Report::default();
         let asked: Vec<_> = {
             let shards = self.shards();
             let ask = |shard: &Handle| {
                 let (answer, report) = sync_channel(1);
-                shard.send(Command::Report(answer));
+                shard.send(Command::Report(which.clone(), answer));
                 report
             };
             shards.iter().map(ask).collect()
@@ -333,6 +367,13 @@ impl Control {
     }
 }
 
+fn told(jobs: Option<Value>) -> Response {
+    jobs.map_or_else(|| Response::error(503, "a shard does not answer"), |jobs| Response::json(200, &jobs))
+}
+
+/// How many bytes of bodies, with which jobs were opened, one answer tells of, if it is not a single job. Of a node an answer has some
+/// 600 bytes and a body 30 to 80, so it has 5 MB at most.
+const PAGE_BYTES: usize = 256 << 10;
 /// How long to wait for a shard's answer. A shard answers between batches; this is a thousand of them.
 const ANSWER: Duration = Duration::from_secs(5);
 /// How many times --forget-after a job may be silent while workers behind streams wait.

@@ -159,10 +159,18 @@ impl Daemon {
         self.control.limits().memory_bytes
     }
 
-    /// Its jobs and their counters, the JSON of `GET /jobs`. `None`: a shard does not answer.
+    /// Its jobs from this number on and their counters, the JSON of `GET /jobs?from=`. `None`: a shard does not answer.
     #[must_use]
-    pub fn jobs(&self) -> Option<String> {
-        self.control.jobs()
+    pub fn jobs(&self, from: u32) -> Option<String> {
+        self.control.jobs(from)
+    }
+
+    /// Answers what would be a request over HTTP of this method, path and body, of somebody who has proved to know the secret. Returns
+    /// the status, and JSON.
+    #[must_use]
+    pub fn answer(&self, method: &str, path: &str, body: &[u8]) -> (u16, String) {
+        let response = self.control.answer(method, path, body);
+        (response.status, response.body)
     }
 
     /// A worker behind a stream pushes or pulls the buffer of this name (`docs/reference/aggregator.md`). Returns at once; the answer

@@ -5,7 +5,7 @@
 //! on the machine's load.
 
 use crate::admission::aggregator_job;
-use crate::report::Report;
+use crate::report::{Report, Which};
 use crate::shard::{self, Command, Handle, Settings};
 use penstock_aggregation::{Format, HEADER_BYTES, Header, Key, Kind, Limits, Serial, Shard};
 use penstock_net::datagrams::{DatagramCounters, Datagrams};
@@ -244,7 +244,7 @@ fn round(options: &Options, format: Format, adds: bool) -> Result<Round, String>
 
 fn report(handle: &Handle) -> Result<Report, String> {
     let (answer, report) = sync_channel(1);
-    handle.send(Command::Report(answer));
+    handle.send(Command::Report(Which::All, answer));
     report.recv_timeout(Duration::from_secs(10)).map_err(|_| "the shard does not answer".into())
 }
 

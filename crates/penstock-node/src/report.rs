@@ -6,6 +6,23 @@ use serde_json::{Map, Value, json};
 use std::fmt::Write;
 use std::net::SocketAddr;
 
+/// The jobs that a report is about.
+#[derive(Clone, Debug)]
+pub(crate) enum Which {
+    All,
+    /// Those with these numbers, in order.
+    These(Vec<u32>),
+}
+
+impl Which {
+    pub(crate) fn has(&self, job: u32) -> bool {
+        match self {
+            Which::All => true,
+            Which::These(jobs) => jobs.binary_search(&job).is_ok(),
+        }
+    }
+}
+
 /// The counters of one shard; merged, those of the daemon.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Report {

@@ -10,7 +10,7 @@ mod passing;
 mod serving;
 
 use crate::admission::{Admitted, Common, Listed};
-use crate::report::{NodeReport, Report};
+use crate::report::{NodeReport, Report, Which};
 use crate::streams::Streamed;
 use crate::work::{self, Ended, Work};
 use adding::Adding;
@@ -33,8 +33,8 @@ pub(crate) enum Command {
     Open(Box<Admitted>, SyncSender<Result<(), Refused>>),
     /// Close a job, for this reason.
     Close(u32, String, SyncSender<()>),
-    /// Report the counters.
-    Report(SyncSender<Report>),
+    /// Report the counters, and those of some jobs.
+    Report(Which, SyncSender<Report>),
     /// The work behind a buffer has ended.
     Done(Ended),
     /// A worker behind a stream pushes or pulls the buffer of this name.
@@ -155,7 +155,7 @@ trait Machine: Send + 'static {
         call.refuse("this is no server, and has no sums".into());
     }
     /// The counters, except the socket's.
-    fn report(&self, now: Time) -> Report;
+    fn report(&self, now: Time, which: &Which) -> Report;
 }
 
 fn start<M: Machine>(socket: Datagrams, settings: &Settings, machine: impl FnOnce(Mailbox) -> M) -> io::Result<Handle> {
@@ -184,8 +184,8 @@ fn run<M: Machine>(mut machine: M, mut socket: Datagrams, mailbox: &Receiver<Com
                     machine.close(job, &why);
                     let _ = answer.send(());
                 }
-                Command::Report(answer) => {
-                    let mut report = machine.report(now);
+                Command::Report(which, answer) => {
+                    let mut report = machine.report(now, &which);
                     report.socket = *socket.counters();
                     report.kernel_dropped = socket.kernel_dropped().unwrap_or(0);
                     let _ = answer.send(report);

@@ -90,7 +90,10 @@ fn storm(trains: &[(usize, Vec<u8>, usize, u8)], done: &str) {
     deliver(&mut out, &mut adding, Time(5), Train { from, bytes: &bytes, stride });
     deliver(&mut out, &mut serving, Time(5), Train { from, bytes: &bytes, stride });
     adding.send(Time(5), &mut out);
-    assert_eq!((silent(adding.report(Time(9))), silent(serving.report(Time(9)))), (Some(4), Some(4)));
+    assert_eq!(
+        (silent(adding.report(Time(9), &Which::All)), silent(serving.report(Time(9), &Which::All))),
+        (Some(4), Some(4))
+    );
 }
 
 /// A server whose work does not end, and a worker that opens one epoch after the other: what is still worked on for epochs that are over
@@ -118,8 +121,9 @@ fn work_for_epochs_that_are_over() {
         serving.send(Time(1), &mut out);
         buffers.try_recv().expect("a whole buffer")
     };
-    let unfinished =
-        |serving: &Serving| serving.report(Time(2)).jobs[0].server.as_ref().unwrap().held.clone().unwrap().unfinished;
+    let unfinished = |serving: &Serving| {
+        serving.report(Time(2), &Which::All).jobs[0].server.as_ref().unwrap().held.clone().unwrap().unfinished
+    };
     let mut lent = Vec::new();
     let refused = loop {
         match serving.open(Time(0), job()) {
@@ -164,7 +168,9 @@ fn turns() {
         let call = Streamed::Push(Box::new(vec![1u8; 64 * 4096]), Box::new(move |outcome| drop(told.send(outcome))));
         serving.stream(Time(1), &format!("5/3/{worker}/0/i32"), call);
     }
-    let said = |serving: &Serving| serving.report(Time(2)).jobs[0].nodes.iter().map(|node| node.packets).sum::<u64>();
+    let said = |serving: &Serving| {
+        serving.report(Time(2), &Which::All).jobs[0].nodes.iter().map(|node| node.packets).sum::<u64>()
+    };
     let (mut before, mut sends) = (0, 0);
     for now in 1.. {
         serving.send(Time(now), &mut out);

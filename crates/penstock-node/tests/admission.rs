@@ -102,7 +102,8 @@ fn malformed() {
     assert_eq!(request("DELETE", "/jobs/7", ""), 400);
     assert_eq!(request("DELETE", "/jobs/7?epoch=x", ""), 400);
     assert_eq!(request("POST", "/jobs/7", ""), 405);
-    assert_eq!(request("GET", "/jobs/7", ""), 405);
+    assert_eq!(request("GET", "/jobs/7", ""), 404);
+    assert_eq!(request("GET", "/jobs?from=-1", ""), 400);
     assert_eq!(request("GET", "/elsewhere", ""), 404);
     assert_eq!(request("PUT", "/jobs/7", ""), 411);
     assert_eq!(get(at, "/")["jobs"], json!([]), "nothing of this opened a job");

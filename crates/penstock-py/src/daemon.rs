@@ -46,9 +46,15 @@ impl Daemon {
         self.0.memory_bytes()
     }
 
-    /// Its jobs and their counters, as JSON. None: it does not answer.
-    fn jobs(&self, py: Python<'_>) -> Option<String> {
-        py.detach(|| self.0.jobs())
+    /// A page of its jobs and their counters, from the job `start` on, as JSON. None: it does not answer.
+    #[pyo3(signature = (start=0))]
+    fn jobs(&self, py: Python<'_>, start: u32) -> Option<String> {
+        py.detach(|| self.0.jobs(start))
+    }
+
+    /// The status and the JSON with which the daemon answers such a request over HTTP of somebody who has proved to know its secret.
+    fn answer(&self, py: Python<'_>, method: &str, path: &str, body: &[u8]) -> (u16, String) {
+        py.detach(|| self.0.answer(method, path, body))
     }
 
     /// Takes a push or pull of "sums/NAME" (`penstock_node::Streamed`) from an endpoint's handlers, and answers it when it is time.

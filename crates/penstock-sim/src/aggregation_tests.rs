@@ -77,6 +77,47 @@ fn more_lost_paths_than_places() {
     check(&Scenario { blocks: 4, ..deep(584) });
 }
 
+/// 41 to 48 racks, some below rows, on links that lose 5 % of packets, with impatient time-outs: results are right, and nobody waits for
+/// long.
+#[test]
+fn many_racks_on_lossy_links() {
+    on_all_cores(0..12, |seed| {
+        let outcome = check(&many_racks(seed));
+        assert!(outcome.fallen == 0 && outcome.time < 10 * SECOND, "seed {seed}: {} ms", outcome.time / MILLISECOND);
+    });
+}
+
+fn many_racks(seed: u64) -> Scenario {
+    let mut random = Random::new(seed ^ 0x4a3b);
+    let racks = 41 + random.below(8) as u32;
+    let is_deep = random.below(2) == 1;
+    let mut workers = 0..;
+    let mut rack = |number| {
+        let count = 1 + random.below(3) as usize;
+        let children = (0..count).map(|_| Node::Worker(workers.next().expect("no end"))).collect();
+        Node::Aggregator { endpoint: Endpoint(number), is_full: true, children }
+    };
+    let racks: Vec<Node> = (0..racks).map(&mut rack).collect();
+    let children = if is_deep {
+        let rows = (100..).zip(racks.chunks(7));
+        rows.map(|(number, row)| Node::Aggregator { endpoint: Endpoint(number), is_full: true, children: row.to_vec() })
+            .collect()
+    } else {
+        racks
+    };
+    let fixed = Fixed {
+        tree: Some(Tree { children }),
+        jobs: Some(1),
+        loss: Some(0.05),
+        rate: Some(0),
+        blocks: Some(8),
+        no_switches: true,
+        no_faults: true,
+        ..Fixed::default()
+    };
+    Scenario::draw_with(seed, &fixed)
+}
+
 /// Aggregators above each other.
 fn depth(nodes: &[Node]) -> usize {
     let below = |node: &Node| match node {

@@ -417,6 +417,7 @@ impl Host for Phantoms {
     fn look(&self, peer: PeerId) -> &Peer<u64> {
         self.machines.get(&peer).map_or(&self.untouched, |machine| machine)
     }
+    fn warn(&mut self, _: &str) {}
     fn trouble(&self, _: PeerId) -> Option<String> {
         None
     }

@@ -362,6 +362,8 @@ pub const FLAG_EAGER: u16 = 2;
 pub const FLAG_SHARED: u16 = 4;
 /// The sender of the frame has urgent messages, for this node or for others.
 pub const FLAG_URGENT: u16 = 8;
+/// The sender has changed the priority of the operation since it issued it, so that it need not be the other ranks'.
+pub const FLAG_CHANGED: u16 = 16;
 /// Above this, one copy by `process_vm_readv` (some microseconds to start) beats two through a socket.
 const REFERENCE_ABOVE: u64 = 8 * 1024;
 

@@ -59,6 +59,7 @@ fn idle_polls_do_not_allocate() {
         peer.send(Outgoing {
             key: key(message),
             priority: Priority(0),
+            is_changed: false,
             fingerprint: Fingerprint::default(),
             coflow: 0,
             body,

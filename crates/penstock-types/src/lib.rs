@@ -104,6 +104,12 @@ impl Priority {
     pub fn is_urgent(self) -> bool {
         self < Priority::USUAL
     }
+
+    /// As users number it (docs/guide/priority.md): 0 is the most urgent, 128 the usual one.
+    #[must_use]
+    pub fn number(self) -> i64 {
+        i64::from(self.0) + 128
+    }
 }
 
 /// Bytes `start..end` of a buffer.

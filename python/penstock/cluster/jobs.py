@@ -39,7 +39,7 @@ from penstock.cluster import deployment
 from penstock.errors import Config as ConfigError
 from penstock.errors import PenstockError
 
-__all__ = ["Aggregation", "attach", "interface_mtu"]
+__all__ = ["Aggregation", "attach", "counted", "interface_mtu"]
 
 log = logging.getLogger("penstock")
 
@@ -393,8 +393,8 @@ class _Jobs:
         process each; the server knows whether it is bypassed."""
         until = time.monotonic() + _LOOK_WITHIN_S
         try:
-            jobs = _request("GET", put.server, "/jobs", b"", self._secret, until)[1]["jobs"]
-            bypassed: list[str] = next((job["bypassed"] for job in jobs if job["job"] == put.job), [])
+            [job] = _request("GET", put.server, f"/jobs/{put.job}", b"", self._secret, until)[1]["jobs"]
+            bypassed: list[str] = job["bypassed"]
         except (OSError, ValueError, KeyError):
             return
         if put.address not in bypassed:
@@ -432,6 +432,23 @@ class _Jobs:
                     continue
                 path = f"/jobs/{put.job}?epoch={_EPOCH}"
                 _request("DELETE", put.address, path, b"", self._secret, time.monotonic() + _LOOK_WITHIN_S)
+
+
+def counted(address: str, timeout_s: float) -> dict[str, Any]:
+    """What the daemon at "ip:port" counts (``GET /jobs``), with all its jobs.
+
+    Raises:
+        OSError: there is no whole answer in time.
+        ValueError: the answer is not that of a daemon.
+    """
+    until = time.monotonic() + timeout_s
+    found = _request("GET", address, "/jobs", b"", None, until)[1]
+    while isinstance(found.get("jobs"), list) and found.get("next") is not None:
+        page = _request("GET", address, f"/jobs?from={found['next']}", b"", None, until)[1]
+        found |= {"jobs": found["jobs"] + page.get("jobs", []), "next": page.get("next")}
+    if not isinstance(found.get("jobs"), list):
+        raise ValueError("it has no jobs")
+    return found
 
 
 def _is_switch(node: deployment.Child) -> bool:
@@ -607,7 +624,7 @@ _SHOWN_BYTES = 64
 # Two windows of the longest blocks, and the kernel's bookkeeping.
 _BUFFER_BYTES = 8 << 20
 _ANSWER_WITHIN_S = 10.0
-# More than 64 jobs of a server with 500 nodes each.
+# More than three pages of GET /jobs, of which each is bounded.
 _MOST_ANSWER_BYTES = 16 << 20
 _START_WITHIN_S = 5.0
 _RETRY_EVERY_S = 0.2

@@ -162,7 +162,7 @@ class Server:
         A name that ends with a slash stands for all that begin with it."""
         self._serve("request", name, handler)
 
-    def on_push(self, name: str, handler: Handler) -> None:
+    def on_push(self, name: str, handler: Handler | Whole) -> None:
         """From now on serve pushes of this name. When the handler has returned None, the client's push has ended."""
         self._serve("push", name, handler)
 

@@ -21,7 +21,7 @@
 use super::{ROOT, Server, ServerConfig, Transmit};
 use crate::aggregator::{Child, Decision, Shard, Table, Tenant};
 use crate::hops::Hops;
-use crate::packet::{FLAG_FULL, Kind, Packet};
+use crate::packet::{FLAG_FULL, Header, Kind, Packet};
 use crate::rules::{Refusal, Rule};
 use crate::{Endpoint, Serial};
 use penstock_types::Time;
@@ -32,6 +32,8 @@ use std::collections::VecDeque;
 pub(super) struct Paths {
     /// Counts the states: each time that an aggregator is bypassed, or is not any more.
     pub(super) number: u32,
+    /// How many SeqNums Ack has passed.
+    pub(super) passed: u64,
     /// By hop, without the server's own.
     hops: Vec<Standing>,
     /// Sums (and, without a SeqNum, heartbeats) of tables whose parents live, to be sent to these.
@@ -44,6 +46,9 @@ pub(super) struct Paths {
 #[derive(Clone, Debug)]
 struct Standing {
     table: Table,
+    /// When each child was heard last, and when a block came for each slot: how many SeqNums Ack had passed.
+    heard: Vec<u64>,
+    pushed: Vec<u64>,
     /// Children that hear nothing from the aggregator, a bit for each.
     lost: u64,
     /// Those that have said so lately ([`SAID_AGAIN`]).
@@ -69,10 +74,18 @@ impl Paths {
                 name: hops.kid(hop.parent).name,
                 children: hop.kids.iter().map(|kid| Child { endpoint: kid.endpoint, workers: kid.name }).collect(),
             };
-            Standing { table: Table::new(tenant, Shard::WHOLE), lost: 0, said: 0, is_bypassed: false }
+            Standing {
+                heard: vec![0; hop.kids.len()],
+                pushed: Vec::new(),
+                table: Table::new(tenant, Shard::WHOLE),
+                lost: 0,
+                said: 0,
+                is_bypassed: false,
+            }
         };
         Paths {
             number: 0,
+            passed: 0,
             hops: (1..hops.list.len()).map(standing).collect(),
             detours: VecDeque::new(),
             again: Vec::new(),
@@ -100,6 +113,26 @@ impl Paths {
         for Standing { table, lost, is_bypassed, .. } in &self.hops {
             (lost, is_bypassed).hash(state);
             table.digest(state);
+        }
+    }
+}
+
+impl Standing {
+    /// A child's packet is about to come to the table, which may have rested for half of the circle of SeqNums and longer: what it holds from
+    /// before that would look like news. So what it has heard long ago is replaced by what the slowest worker has, and a block of long
+    /// ago is forgotten.
+    fn drop_stale(&mut self, (passed, window): (u64, u32), child: usize, header: &Header, slowest: Serial) {
+        let long_ago = |at: u64| passed - at > LONG_AGO * u64::from(window);
+        for (child, _) in self.heard.iter().enumerate().filter(|(_, at)| long_ago(**at)) {
+            self.table.raise(child, slowest);
+        }
+        self.heard[child] = passed;
+        if header.kind == Kind::Push {
+            self.pushed.resize(window as usize, passed);
+            let at = &mut self.pushed[(header.seq.0 & (window - 1)) as usize];
+            if long_ago(std::mem::replace(at, passed)) {
+                self.table.forget(header.seq);
+            }
         }
     }
 }
@@ -161,6 +194,7 @@ impl Server {
         for (standing, is_bypassed) in self.paths.hops.iter_mut().zip(&bypassed[1..]) {
             if standing.is_bypassed && !is_bypassed {
                 standing.table.release();
+                standing.pushed = Vec::new();
             }
             standing.is_bypassed = *is_bypassed;
         }
@@ -264,7 +298,9 @@ impl Server {
             }
             self.paths.of_mut(hop).table.reserve();
         }
-        let rules = self.rules;
+        let (rules, slowest, window) = (self.rules, self.slowest().0, self.config.window);
+        let passed = self.paths.passed;
+        self.paths.of_mut(hop).drop_stale((passed, window), child, header, slowest);
         match self.paths.of_mut(hop).table.take(child, packet, rules)? {
             Decision::Sum { seq, .. } => self.rise(now, hop, Some(seq)),
             Decision::Heartbeat => self.rise(now, hop, None),
@@ -350,5 +386,7 @@ impl Server {
     }
 }
 
+/// In windows: blocks and Acks of so long ago are of no use, and far from half of the circle.
+const LONG_AGO: u64 = 4;
 /// In so many heartbeats of the server a lost node says again that it is lost.
 const SAID_AGAIN: u32 = 16;

@@ -62,7 +62,7 @@ impl<B, K> Groups<B, K> {
         }
     }
 
-    /// A peer has refused this process, or this process has refused the peer.
+    /// A peer has refused this process, or this process has refused the peer. [`Groups::forget_peer`] follows.
     pub fn refused<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H, peer: PeerId, reason: &str) {
         self.common.directory.peer_mut(peer).lost = Some(reason.to_owned());
         for id in self.groups_of(peer) {

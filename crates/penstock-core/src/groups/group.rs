@@ -38,6 +38,8 @@ pub struct Group<B> {
     pub(super) joining: Option<Joining>,
     pub(super) failed: Option<Failure>,
     pub(super) endings: Vec<Ending>,
+    /// The user was told that ranks have issued an operation with different priorities.
+    pub(super) has_told_priorities: bool,
 }
 
 /// A member has ended the group or a channel, or has left without issuing more: the group or channel fails when the collectives that
@@ -101,6 +103,8 @@ pub(super) struct Waiting<B> {
     pub(super) body: B,
     /// When it took its place: its time-out counts from then, also while it is held.
     pub(super) since: Time,
+    /// The priority that it was issued with.
+    pub(super) first_priority: Priority,
 }
 
 /// What is known of the operation of an incoming message.
@@ -149,6 +153,8 @@ pub(super) struct Active<B> {
     pub(super) splits: Option<(Splits, u64)>,
     pub(super) coflow: u32,
     pub(super) priority: Priority,
+    /// The one that it was issued with, which should be that of all ranks.
+    pub(super) first_priority: Priority,
     pub(super) started: Time,
     pub(super) timeout: u64,
     pub(super) progressed: Time,

@@ -32,6 +32,8 @@ pub trait Host {
     fn machine(&mut self, peer: PeerId) -> &mut Peer<Self::Copied>;
     /// The same, only to look.
     fn look(&self, peer: PeerId) -> &Peer<Self::Copied>;
+    /// Says something to the user that is no failure.
+    fn warn(&mut self, message: &str);
     /// Why the last attempt to connect to a peer failed, if one has.
     fn trouble(&self, peer: PeerId) -> Option<String>;
 

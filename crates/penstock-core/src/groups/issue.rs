@@ -189,7 +189,8 @@ impl<B> Group<B> {
         let issue = Issue { channel: known.name(), seq: Some(op.seq), call: &call, algorithm, waits_for: None };
         host.issued(&mut body, &issue);
         let hold = call.hold;
-        let waiting = Waiting { call, request, steps, body, since };
+        let first_priority = call.priority;
+        let waiting = Waiting { call, request, steps, body, since, first_priority };
         if hold {
             self.held.insert(op, waiting);
         } else {
@@ -198,7 +199,7 @@ impl<B> Group<B> {
     }
 
     fn begin<H: Host<Body = B>>(&mut self, common: &mut Common<H::Kept>, host: &mut H, op: OpId, waiting: Waiting<B>) {
-        let Waiting { call, request, steps, mut body, since } = waiting;
+        let Waiting { call, request, steps, mut body, since, first_priority } = waiting;
         let is_read =
             self.members.peers().any(|peer| common.directory.peer(peer).local && host.look(peer).config().references);
         let is_ready = host.begin(&mut body, &Beginning { call: &call, request: &request, steps: &steps, is_read });
@@ -211,6 +212,7 @@ impl<B> Group<B> {
             splits: call.splits.map(|splits| (splits, element_bytes)),
             coflow: call.coflow,
             priority: call.priority,
+            first_priority,
             started: since,
             timeout: call.timeout,
             progressed: now,

@@ -71,6 +71,7 @@ impl<B, K> Groups<B, K> {
             joining: Some(Joining::Connects),
             failed: None,
             endings: Vec::new(),
+            has_told_priorities: false,
         };
         self.groups.insert(id, group);
         let group = self.groups.get_mut(&id).expect("just inserted");

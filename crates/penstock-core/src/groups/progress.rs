@@ -9,9 +9,9 @@ use crate::name::{OpId, Sequence};
 use crate::operation::{Effect, Incoming, Instance, Misfit, Place, Verdict};
 use penstock_plan::Placement;
 use penstock_stream::frame::{FLAG_PAYLOAD_SUM, Kind, NumberSpace};
-use penstock_stream::peer::{Arrival, Body, FLAG_EAGER, Finish, Landing, OpStatus, Outgoing, StreamId};
+use penstock_stream::peer::{Arrival, Body, FLAG_CHANGED, FLAG_EAGER, Finish, Landing, OpStatus, Outgoing, StreamId};
 use penstock_stream::{FrameError, Header, MessageKey};
-use penstock_types::{ChannelId, PeerId};
+use penstock_types::{ChannelId, PeerId, Priority};
 
 impl<B, K> Groups<B, K> {
     /// A header has come on a stream of a peer. Says where its payload goes. A place is valid while its operation runs.
@@ -118,8 +118,12 @@ impl<B, K> Groups<B, K> {
         let (key, total, uses_credit) = (header.key, header.total, is_eager(header));
         let content = match header.kind {
             Kind::Announce => Content::Announced,
-            Kind::Reference => Content::Here { total, uses_credit, payload: host.keep(peer, header)? },
-            _ if uses_credit => Content::Here { total, uses_credit, payload: host.keep(peer, header)? },
+            kind if uses_credit || kind == Kind::Reference => Content::Here {
+                total,
+                uses_credit,
+                priority: first_priority(header),
+                payload: host.keep(peer, header)?,
+            },
             _ => return Err(FrameError::OutOfTurn("data of a message that was not granted")),
         };
         if self.common.early.len() >= self.common.most_early {
@@ -236,6 +240,9 @@ impl<B> Group<B> {
             self.mismatch(common, host, op, peer, header.fingerprint);
             return Ok(true);
         }
+        if let Some(theirs) = first_priority(header) {
+            self.compare_priority(host, op, from, theirs);
+        }
         let len = u64::from(header.length);
         let incoming = match reference {
             Some(_) => Incoming::Reference,
@@ -270,7 +277,8 @@ impl<B> Group<B> {
         let mut effects = std::mem::take(&mut common.effects);
         active.progressed = host.now();
         act(active, host, &mut effects);
-        let mut acting = Acting { key: op.key(self.id, self.members.rank(), 0), active, misfit: None };
+        let key = op.key(self.id, self.members.rank(), 0);
+        let mut acting = Acting { key, active, misfit: None, other_priority: None };
         let (mut at, mut more) = (0, Vec::new());
         let mut needs_the_gone = false;
         // Opening a message may find it here already, which may make more steps ready: the list grows while it is walked. What comes
@@ -286,20 +294,44 @@ impl<B> Group<B> {
             acting.carry_out(common, host, self.members.rank(), peer, effect, &mut more);
             effects.append(&mut more);
         }
-        let Acting { active, misfit, .. } = acting;
+        let Acting { active, misfit, other_priority, .. } = acting;
+        let (has_work, is_done, turn) =
+            (active.operation.has_work(), active.operation.is_done(), (active.priority, active.started, self.id, op));
         effects.clear();
         common.effects = effects;
+        if let Some((from, theirs)) = other_priority {
+            self.compare_priority(host, op, from, theirs);
+        }
         if let Some((from, misfit)) = misfit {
             return self.misfit(common, host, from, misfit);
         }
-        if active.operation.has_work() {
-            common.work.insert((active.priority, active.started, self.id, op));
+        if has_work {
+            common.work.insert(turn);
         }
-        if active.operation.is_done() {
+        if is_done {
             self.end(common, host, op);
         } else if needs_the_gone {
             self.check_departed(common, host, op);
         }
+    }
+
+    /// A rank has issued a collective with this priority. Each sends by its own, so nothing fails where they differ: the user is told,
+    /// once for the group.
+    fn compare_priority<H: Host<Body = B>>(&mut self, host: &mut H, op: OpId, from: u32, theirs: Priority) {
+        if self.has_told_priorities || op.sequence != Sequence::Collectives {
+            return;
+        }
+        let Some(active) = self.ops.get(&op).filter(|active| active.first_priority != theirs) else { return };
+        let (what, label) = (active.fingerprint.describe(), self.label(op.channel));
+        let (ours, theirs) = (active.first_priority.number(), theirs.number());
+        let (own, other) = (self.own(), &self.who[from as usize]);
+        host.warn(&format!(
+            "{what} #{} of {label} has priority {ours} on {own} and {theirs} on {other}. Each rank sends by its own number, \
+             so all wait for the rank where it is least urgent. Give it the same priority on all ranks. Further differences in this group \
+             are not reported.",
+            op.seq
+        ));
+        self.has_told_priorities = true;
     }
 
     /// All steps of an operation are done.
@@ -342,6 +374,8 @@ struct Acting<'a, B> {
     active: &'a mut Active<B>,
     /// A message that was here already does not fit.
     misfit: Option<(u32, Misfit)>,
+    /// The rank of such a message has issued the operation with this priority, and this rank with another.
+    other_priority: Option<(u32, Priority)>,
 }
 
 impl<B> Acting<'_, B> {
@@ -371,9 +405,10 @@ impl<B> Acting<'_, B> {
                 } else {
                     Body::Memory { place: host.lend(peer, &active.body, from, len, !is_short), len }
                 };
-                let Active { priority, coflow, .. } = *active;
+                let Active { priority, first_priority, coflow, .. } = *active;
+                let (key, is_changed) = (key(message), priority != first_priority);
                 let fingerprint = active.fingerprint(rank, to);
-                host.machine(peer).send(Outgoing { key: key(message), priority, fingerprint, coflow, body });
+                host.machine(peer).send(Outgoing { key, priority, is_changed, fingerprint, coflow, body });
                 if is_copied {
                     active.operation.on_sent(to, message, effects);
                 }
@@ -411,7 +446,9 @@ impl<B> Acting<'_, B> {
         for message in message..message + count {
             match common.early.take(peer, key(message)) {
                 Some(Content::Announced) => host.machine(peer).grant(key(message), 1, fingerprint),
-                Some(Content::Here { total, uses_credit, payload }) => {
+                Some(Content::Here { total, uses_credit, priority, payload }) => {
+                    let other = priority.filter(|theirs| *theirs != self.active.first_priority);
+                    self.other_priority = self.other_priority.or(other.map(|theirs| (from, theirs)));
                     if uses_credit {
                         host.machine(peer).consumed(total);
                     }
@@ -435,6 +472,11 @@ impl<B> Acting<'_, B> {
         }
         Ok(())
     }
+}
+
+/// The priority that the sender of a message has issued the operation with; `None`: it has changed it since.
+fn first_priority(header: &Header) -> Option<Priority> {
+    (header.flags & FLAG_CHANGED == 0).then_some(header.priority)
 }
 
 /// Whether a message travels on the credit of its sender.

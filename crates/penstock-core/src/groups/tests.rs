@@ -2,6 +2,7 @@
 //! clock. What a run does follows from its seed.
 
 mod channels;
+mod priorities;
 
 use super::*;
 use crate::operation::{Instance, Verdict};
@@ -42,6 +43,7 @@ struct PhantomHost {
     joined: Option<Result<(), Failure>>,
     /// The rank that a receive from any source has received from.
     sources: HashMap<usize, u32>,
+    warnings: Vec<String>,
     rng: Rng,
 }
 
@@ -67,6 +69,9 @@ impl Host for PhantomHost {
     }
     fn look(&self, peer: PeerId) -> &Peer<u64> {
         &self.peers[peer as usize]
+    }
+    fn warn(&mut self, message: &str) {
+        self.warnings.push(message.to_owned());
     }
     fn trouble(&self, _: PeerId) -> Option<String> {
         None
@@ -169,6 +174,8 @@ enum Step {
     Close(ChannelId),
     Fail(ChannelId, Failure),
     Leave,
+    /// Gives a call another priority.
+    Change(usize, Priority),
     /// It does no work that takes long for so many nanoseconds.
     Rest(u64),
     Die,
@@ -211,6 +218,7 @@ impl World {
                 ended: HashMap::new(),
                 joined: None,
                 sources: HashMap::new(),
+                warnings: Vec::new(),
                 rng: rng.fork(),
             };
             let groups = Groups::new(node(rank), Thresholds::default(), 1 << 14);
@@ -373,6 +381,9 @@ impl Rank {
                 Step::Close(channel) => groups.close(host, Scope { group: GROUP, channel }, false),
                 Step::Fail(channel, failure) => groups.fail(host, Scope { group: GROUP, channel }, failure, true),
                 Step::Leave => groups.leave(host, GROUP),
+                Step::Change(call, priority) => {
+                    groups.reprioritise(host, GROUP, priority, |body| body.call == Some(call));
+                }
                 Step::Rest(time) => self.works_from = now.plus(time),
                 Step::Die => self.is_dead = true,
             }

@@ -91,6 +91,10 @@ impl Host for Hands<'_> {
         self.peers.look(peer)
     }
 
+    fn warn(&mut self, message: &str) {
+        log::warn!("penstock: {message}");
+    }
+
     fn trouble(&self, peer: PeerId) -> Option<String> {
         self.peers.trouble(peer).map(str::to_owned)
     }

@@ -203,6 +203,7 @@ impl Handler for Runtime {
 
     fn refused(&mut self, peers: &mut Peers, peer: PeerId, reason: &str) {
         self.act(peers, |groups, hands| groups.refused(hands, peer, reason));
+        self.forget_peer(peers, peer);
     }
 
     fn woken(&mut self, peers: &mut Peers, _now: Time) {

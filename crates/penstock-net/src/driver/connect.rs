@@ -127,7 +127,7 @@ impl Driver {
         let contact = &self.connections[peer as usize].contact;
         let Some(remote) = contact.tcp.get(stream as usize % contact.tcp.len().max(1)).copied() else {
             let reason = format!("{} publishes no address to connect to", contact.describe());
-            handler.refused(&mut self.peers, peer, &reason);
+            self.refuse(handler, peer, reason, now);
             return;
         };
         // The stream's local address: the interfaces take turns, among those of the remote's family.

@@ -2,7 +2,7 @@
 
 use super::connect::FROM_THE_START;
 use super::timers::RECONNECT_WITHIN;
-use super::{Driver, Gone};
+use super::{Driver, Gone, How};
 use crate::close_reason::CloseReason;
 use crate::handler::Handler;
 use crate::socket::{Progress, Socket, Stage};
@@ -130,32 +130,47 @@ impl Driver {
     /// Ends everything with a peer that cannot be reached any more. One that has said good-bye has left; of another, `what` says
     /// what is wrong, and `has_died` whether its process is gone for certain.
     pub(super) fn lose<H: Handler>(&mut self, handler: &mut H, peer: PeerId, what: &str, has_died: bool, now: Time) {
-        let connections = &mut self.connections[peer as usize];
-        if std::mem::replace(&mut connections.finished, true) {
+        let connections = &self.connections[peer as usize];
+        if connections.finished {
             return;
         }
-        let (who, has_left) = (connections.contact.describe(), connections.said_bye);
-        if has_left {
+        let who = connections.contact.describe();
+        if connections.said_bye {
             log::debug!("penstock: {who} has said good-bye, and {what}");
+            self.end_with(handler, peer, How::Left, format!("{who} has left the job"), now);
+        } else {
+            self.end_with(handler, peer, How::Lost { has_died }, format!("{who} {what}"), now);
         }
+    }
+
+    /// Ends everything with a peer that was never connected, since one of the two processes has refused the other.
+    pub(super) fn refuse<H: Handler>(&mut self, handler: &mut H, peer: PeerId, reason: String, now: Time) {
+        if !self.connections[peer as usize].finished {
+            self.end_with(handler, peer, How::Refused, reason, now);
+        }
+    }
+
+    fn end_with<H: Handler>(&mut self, handler: &mut H, peer: PeerId, how: How, reason: String, now: Time) {
+        let connections = &mut self.connections[peer as usize];
+        connections.finished = true;
         connections.retries.clear();
         for token in std::mem::take(&mut connections.sockets) {
             if let Some(socket) = self.sockets.remove(&token) {
                 self.closed(handler, token, socket, &CloseReason::PeerLost, now);
             }
         }
-        let reason = if has_left { format!("{who} has left the job") } else { format!("{who} {what}") };
-        self.gone.push(Gone { peer, has_left, reason, has_died });
+        self.gone.push(Gone { peer, how, reason });
         self.part(handler);
     }
 
     /// Tells of the peers that are gone. A thread may still use a frame that came before: of that peer when it has done so.
     pub(super) fn part<H: Handler>(&mut self, handler: &mut H) {
         while let Some(at) = self.gone.iter().position(|gone| !self.peers.claims.concern(gone.peer)) {
-            let Gone { peer, has_left, reason, has_died } = self.gone.remove(at);
-            match has_left {
-                true => handler.left(&mut self.peers, peer, &reason),
-                false => handler.lost(&mut self.peers, peer, &reason, has_died),
+            let Gone { peer, how, reason } = self.gone.remove(at);
+            match how {
+                How::Left => handler.left(&mut self.peers, peer, &reason),
+                How::Lost { has_died } => handler.lost(&mut self.peers, peer, &reason, has_died),
+                How::Refused => handler.refused(&mut self.peers, peer, &reason),
             }
         }
     }

@@ -92,8 +92,7 @@ impl Driver {
                     {
                         let reason = format!("the hand-shake with {} failed: {error}", connections.contact.describe());
                         if matches!(socket.stage, Stage::Connector(_)) {
-                            connections.finished = true;
-                            handler.refused(&mut self.peers, peer, &reason);
+                            self.refuse(handler, peer, reason, now);
                         } else if connections.complaint.as_ref() != Some(&error) {
                             // The connector proves its identity last, so nothing that it claims before ends a join. All its
                             // streams claim the same, so it is logged once.

@@ -1,6 +1,7 @@
 //! What is urgent anywhere, for all peers: which of them is served first is up to `Turn::pump`, how long queues are to each peer.
 
 use super::Driver;
+use crate::arbiter::Arbiter;
 use penstock_stream::peer::Urgency;
 use penstock_types::{PeerId, Time};
 
@@ -27,15 +28,13 @@ impl Driver {
         }
         let claimed = self.arbiter.claimed(now);
         anywhere = claimed.map_or(anywhere, |until| anywhere.max(until.plus(Urgency::LASTS)));
-        let held = claimed.filter(|_| would_wait && !is_stopping);
-        let has_waited_enough = (held.is_some() || paused.is_some()) && !self.arbiter.may_hold(now);
-        let held = held.filter(|_| !has_waited_enough);
+        let (held, ignores_pauses) =
+            obeyed(claimed.filter(|_| would_wait && !is_stopping), paused, &mut self.arbiter, now);
         for until in held.into_iter().chain(paused) {
             // What waits leaves then.
             self.schedule_timers(until);
         }
-        let held = held.unwrap_or(Time(0));
-        self.peers.urgency = Urgency { here, anywhere, held, ignores_pauses: has_waited_enough };
+        self.peers.urgency = Urgency { here, anywhere, held: held.unwrap_or(Time(0)), ignores_pauses };
         self.pause_others();
     }
 
@@ -49,6 +48,112 @@ impl Driver {
             if peer != from && !machine.config().descriptors && machine.should_pause(priority, now) {
                 self.peers.machine(peer).pause(priority, now);
             }
+        }
+    }
+}
+
+/// What is not urgent waits until `claimed`, since another process of this host sends what is, and until `paused`, since peers want that:
+/// both use up one limit. Returns until when it waits for the former, and whether it does not wait for the latter.
+fn obeyed(claimed: Option<Time>, paused: Option<Time>, arbiter: &mut Arbiter, now: Time) -> (Option<Time>, bool) {
+    let has_waited_enough = (claimed.is_some() || paused.is_some()) && !arbiter.may_hold(now);
+    (claimed.filter(|_| !has_waited_enough), has_waited_enough)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use penstock_stream::MessageKey;
+    use penstock_stream::fingerprint::Fingerprint;
+    use penstock_stream::frame::{Kind, NumberSpace};
+    use penstock_stream::peer::{Body, OpStatus, Outgoing, Peer, PeerConfig};
+    use penstock_types::{ChannelId, GroupId, MILLISECOND, OpSeq, Priority};
+
+    /// Times of claims or pauses, which begin and end at any time.
+    struct Asking {
+        is_on: bool,
+        until: u64,
+    }
+
+    impl Asking {
+        fn at(&mut self, ms: u64, rng: &mut fastrand::Rng) -> bool {
+            while self.until <= ms {
+                self.is_on = !self.is_on;
+                self.until += rng.u64(1..if self.is_on { 700 } else { 60 });
+            }
+            self.is_on
+        }
+    }
+
+    fn send(peer: &mut Peer, op: u64, priority: Priority) {
+        let space = NumberSpace::Collective(ChannelId::MAIN);
+        let key = MessageKey { group: GroupId(7), space, op: OpSeq(op), message: 0 };
+        let (fingerprint, body) = (Fingerprint::default(), Body::Owned(vec![1; 8].into()));
+        peer.send(Outgoing { key, priority, is_changed: false, fingerprint, coflow: 0, body });
+    }
+
+    /// Carries over what may leave now. Returns the operations of data.
+    fn carry(from: &mut Peer, to: &mut Peer, now: Time) -> Vec<u64> {
+        let mut data = Vec::new();
+        while let Some(frame) = from.poll_frame(0, now) {
+            let header = frame.header;
+            to.handle_header(0, &header, OpStatus::Active, now).expect("a good header");
+            to.handle_frame(0, &header, frame.payload.bytes().unwrap_or(&[]), OpStatus::Active).expect("a good frame");
+            data.extend((header.kind == Kind::Data).then_some(header.key.op.0));
+        }
+        data
+    }
+
+    /// Processes of the host claim its card and another host's rank asks for pauses, each for as long as it likes and whenever it likes:
+    /// what is not urgent leaves in a fifth of any quarter of a second all the same, since both use up one limit. It waits otherwise,
+    /// and what is urgent never does.
+    #[test]
+    fn claims_and_pauses_share_a_limit() {
+        let chosen = std::env::var("PENSTOCK_SEED").ok().and_then(|seed| seed.parse().ok());
+        for seed in chosen.map_or(0..30, |seed: u64| seed..seed + 1) {
+            let mut rng = fastrand::Rng::with_seed(seed);
+            let start = Time(1_000 * MILLISECOND);
+            let [mut here, mut there] = [0; 2].map(|_| {
+                let mut peer = Peer::new(PeerConfig::default(), start);
+                peer.stream_up(0, start);
+                peer
+            });
+            let mut arbiter = Arbiter::none();
+            let [mut claims, mut pauses] = [0; 2].map(|_| Asking { is_on: rng.bool(), until: 0 });
+            // Whether what is not urgent could leave, by millisecond; how often it waited for which of the two alone.
+            let (mut left, mut waited) = (Vec::new(), [0; 2]);
+            send(&mut here, 0, Priority::USUAL);
+            for ms in 0..3_000 {
+                let now = start.plus(ms * MILLISECOND);
+                for peer in [&mut here, &mut there] {
+                    peer.handle_timeout(now);
+                }
+                let claimed = claims.at(ms, &mut rng).then(|| now.plus(MILLISECOND + 1));
+                let wants_pause = pauses.at(ms, &mut rng);
+                if wants_pause {
+                    there.pause(Priority::LEAST_URGENT, now);
+                    carry(&mut there, &mut here, now);
+                }
+                let paused = here.paused_until().filter(|until| now < *until);
+                let (held, ignores_pauses) = obeyed(claimed, paused, &mut arbiter, now);
+                here.hurry(Urgency { held: held.unwrap_or(Time(0)), ignores_pauses, ..Urgency::default() });
+                send(&mut here, 1_000_000 + ms, Priority::LEAST_URGENT);
+                let sent = carry(&mut here, &mut there, now);
+                assert_eq!(sent.first(), Some(&(1_000_000 + ms)), "seed {seed}, {ms} ms: what is urgent waits");
+                let has_left = sent.len() > 1;
+                if has_left {
+                    send(&mut here, 1 + ms, Priority::USUAL);
+                }
+                left.push(has_left);
+                assert!(has_left || claimed.is_some() || paused.is_some(), "seed {seed}, {ms} ms: it waits for nobody");
+                waited[0] += u32::from(!has_left && paused.is_none());
+                waited[1] += u32::from(!has_left && claimed.is_none());
+                carry(&mut there, &mut here, now);
+            }
+            for (ms, some) in left.windows(250).enumerate() {
+                let free = some.iter().filter(|left| **left).count();
+                assert!(free >= 48, "seed {seed}: {free} of 250 ms from {ms} ms on");
+            }
+            assert!(waited.iter().all(|ms| *ms > 0), "seed {seed}: {waited:?}");
         }
     }
 }

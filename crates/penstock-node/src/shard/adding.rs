@@ -2,7 +2,7 @@
 
 use super::{Door, Known, Loss, Machine, Refused, Settings, UNAUTHENTICATED, job_of};
 use crate::admission::{Admitted, RoleJob};
-use crate::report::{JobReport, Report, add, since};
+use crate::report::{JobReport, Report, Which, add, since};
 use penstock_aggregation::{Action, Admission, Aggregator, Child, Endpoint, JobCounters, Receipt, Shard, Tenant};
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
 use penstock_types::Time;
@@ -246,8 +246,8 @@ impl Machine for Adding {
         self.jobs.remove(&job);
     }
 
-    fn report(&self, now: Time) -> Report {
-        let jobs = self.jobs.values().map(|open| {
+    fn report(&self, now: Time, which: &Which) -> Report {
+        let jobs = self.jobs.values().filter(|open| which.has(open.job.common.job)).map(|open| {
             let common = &open.job.common;
             let slots = (common.window / self.shard.count).max(1) as usize;
             let blocks = usize::from(common.apart) + if common.floats { open.children + 1 } else { 1 };

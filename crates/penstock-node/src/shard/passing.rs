@@ -2,7 +2,7 @@
 
 use super::{Machine, Refused};
 use crate::admission::Admitted;
-use crate::report::Report;
+use crate::report::{Report, Which};
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
 use penstock_types::Time;
 use std::net::SocketAddr;
@@ -32,7 +32,7 @@ impl Machine for Passing {
 
     fn close(&mut self, _job: u32, _why: &str) {}
 
-    fn report(&self, _now: Time) -> Report {
+    fn report(&self, _now: Time, _which: &Which) -> Report {
         Report::default()
     }
 }

@@ -4,7 +4,7 @@ use super::{
     Command, Door, ENDED, Known, Loss, Machine, Mailbox, Refused, Settings, UNAUTHENTICATED, epoch_is_over, job_of,
 };
 use crate::admission::{Admitted, Kind, Listed, PENDING_BYTES, RoleJob};
-use crate::report::{HeldReport, JobReport, Report, ServerReport};
+use crate::report::{HeldReport, JobReport, Report, ServerReport, Which};
 use crate::streams::{Name, Stream, Streamed};
 use crate::work::{Done, Ended, Life};
 use penstock_aggregation::{
@@ -375,8 +375,8 @@ impl Machine for Serving {
         }
     }
 
-    fn report(&self, now: Time) -> Report {
-        let jobs = self.jobs.values().map(|open| {
+    fn report(&self, now: Time, which: &Which) -> Report {
+        let jobs = self.jobs.values().filter(|open| which.has(open.job.common.job)).map(|open| {
             let common = &open.job.common;
             let (ack, credit) = (open.server.ack(), open.server.credit());
             let in_window = (0..common.window).map(|i| ack.plus(i)).take_while(|seq| !seq.is_newer_than(credit));

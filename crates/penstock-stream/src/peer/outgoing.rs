@@ -1,6 +1,6 @@
 //! A message to send and a control frame, and which of their frames are on which stream.
 
-use super::StreamId;
+use super::{FLAG_CHANGED, StreamId};
 use crate::fingerprint::Fingerprint;
 use crate::frame::{Farewell, Header, MAX_FRAME_BYTES, MIN_FRAME_BYTES, MessageKey, Reference};
 use crate::ranges::Ranges;
@@ -16,6 +16,8 @@ pub struct Outgoing<C = Arc<[u8]>> {
     pub key: MessageKey,
     /// How urgent.
     pub priority: Priority,
+    /// The operation was issued with another priority.
+    pub is_changed: bool,
     /// What this side believes the operation to be.
     pub fingerprint: Fingerprint,
     /// Identifies messages that are useful only together (a coflow); 0 for none.
@@ -138,6 +140,7 @@ pub(super) struct Control {
 pub(super) struct Message<C> {
     pub(super) key: MessageKey,
     pub(super) priority: Priority,
+    pub(super) is_changed: bool,
     pub(super) fingerprint: Fingerprint,
     pub(super) coflow: u32,
     pub(super) total: u64,
@@ -190,6 +193,11 @@ impl<C> Message<C> {
     /// Whether the message has left, or leaves without waiting for a frame of the peer.
     pub(super) fn is_under_way(&self, ready: &BTreeSet<(Priority, u64)>, issue: u64) -> bool {
         !self.frames.is_empty() || ready.contains(&(self.priority, issue))
+    }
+
+    /// What its headers say of a priority that was changed.
+    pub(super) fn changed_flag(&self) -> u16 {
+        if self.is_changed { FLAG_CHANGED } else { 0 }
     }
 
     /// Whether a frame of it has left.

@@ -65,11 +65,12 @@ impl<C: Copied> Peer<C> {
         }
         let issue = self.outbox.issued;
         self.outbox.issued += 1;
-        let Outgoing { key, priority, fingerprint, coflow, body } = outgoing;
+        let Outgoing { key, priority, is_changed, fingerprint, coflow, body } = outgoing;
         let total = body.len();
         let mut message = Message {
             key,
             priority,
+            is_changed,
             fingerprint,
             coflow,
             total,
@@ -117,6 +118,7 @@ impl<C: Copied> Peer<C> {
         for issue in self.outbox.by_key.range(key(0)..=key(u32::MAX)).map(|(_, issue)| *issue) {
             let message = self.outbox.messages.get_mut(&issue).expect("named by its key");
             let before = std::mem::replace(&mut message.priority, priority);
+            message.is_changed = true;
             if message.has_begun() {
                 self.outbox.urgent += usize::from(priority.is_urgent());
                 self.outbox.urgent -= usize::from(before.is_urgent());
@@ -143,6 +145,7 @@ impl<C: Copied> Peer<C> {
         header.total = message.total;
         header.coflow = message.coflow;
         header.priority = message.priority;
+        header.flags |= message.changed_flag();
         header.length = Reference::BYTES as u32;
         self.control(header, Some(&place.encode()));
     }
@@ -348,11 +351,13 @@ impl<C: Copied> Peer<C> {
     fn data_frame(&mut self, id: StreamId, issue: u64, index: u32, now: Time) -> Outbound<C> {
         let stream = self.streams.get_mut(&id).expect("the caller has looked it up");
         let message = self.outbox.messages.get_mut(&issue).expect("the caller has looked it up");
+        let changed = message.changed_flag();
         let frame = &mut message.frames[index as usize];
         frame.copies.add(id);
         stream.sent(FrameId::Data { issue, index }, frame.len, now);
         let mut header = Header::new(Kind::Data, message.key);
         header.priority = message.priority;
+        header.flags |= changed;
         header.fingerprint = message.fingerprint;
         header.coflow = message.coflow;
         header.offset = frame.offset;

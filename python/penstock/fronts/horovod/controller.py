@@ -394,17 +394,20 @@ class _Buffers:
     def gather(self, channel: Any, block: bytes, priority: int) -> Any:
         """Start to send this rank's block to all ranks and to collect theirs. Returns the ticket."""
         self._block_view[:] = block
-        return channel.start(
+        ticket = channel.start(
             "all_gather",
             dtype="uint8",
             elements=self._blocks.numel(),
             bytes=self._blocks.numel(),
             input=self._block.data_ptr(),
             output=self._blocks.data_ptr(),
-            priority=urgency.engine_priority(priority),
             timeout_s=NEVER_S,
             keep=(self._block, self._blocks),
         )
+        # Ranks wait for different operations, so a round is issued with the same priority everywhere, and changed here.
+        if priority != urgency.USUAL:
+            channel.reprioritise(ticket, urgency.engine_priority(priority))
+        return ticket
 
     def gathered(self) -> bytes:
         """The blocks of all ranks, once the ticket has completed."""

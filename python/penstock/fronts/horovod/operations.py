@@ -159,7 +159,7 @@ def start(
             for entry in own:
                 if entry is not None and entry.ready is not None:
                     torch.cuda.current_stream(entry.ready[0]).wait_event(entry.ready[1])
-            with _inference(), urgency.within(_most_urgent(own)):
+            with _inference(), urgency.within(_urgency(agreed[bucket[0]].request, own)):
                 flight = _START[agreed[bucket[0]].request.kind]([agreed[index] for index in bucket], own, group)
             for entry in own:
                 if entry is not None:
@@ -188,10 +188,13 @@ def fuse(requests: Sequence[Request], threshold_bytes: int) -> list[list[int]]:
     return _core.merge(entries, threshold_bytes)
 
 
-def _most_urgent(entries: Sequence[Entry | None]) -> urgency.Urgency | None:
-    """The block of this rank's that is obeyed; what a rank submitted elsewhere is as urgent as usual."""
+def _urgency(request: Request, entries: Sequence[Entry | None]) -> urgency.Urgency | None:
+    """The block of this rank's that is obeyed; what a rank submitted elsewhere is as urgent as usual. A rank that has joined
+    takes the priority of the others."""
     numbers = [(entry.request.priority, entry.urgent) for entry in entries if entry is not None]
-    return min(numbers, key=lambda one: one[0], default=(urgency.USUAL, None))[1]
+    if not numbers:
+        return urgency.Urgency(request.priority)
+    return min(numbers, key=lambda one: one[0])[1]
 
 
 # ---------------------------------------------------------------------------------------------------- one kind each

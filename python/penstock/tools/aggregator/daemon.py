@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -111,10 +112,28 @@ def _answer(daemon: _core.Daemon, at: str, settings: Settings, secret_file: str 
     from penstock.runtime.door import Address
     from penstock.runtime.endpoints import Incoming, Limits, Server, Whole
 
-    def jobs(_: Incoming) -> bytes:
-        if (found := daemon.jobs()) is None:
+    def jobs(call: Incoming) -> bytes:
+        try:
+            start = int(call.data.tobytes() or b"0")
+        except ValueError:
+            raise PenstockError("a request of jobs has no data, or the number of the first job, as text") from None
+        if (found := daemon.jobs(start)) is None:
             raise PenstockError("a shard does not answer")
         return found.encode()
+
+    def answered(method: str, path: str, body: bytes) -> bytes:
+        """As over HTTP. A client has proved that it knows the secret when it connected."""
+        status, told = daemon.answer(method, path, body)
+        if status >= 300:
+            raise PenstockError(json.loads(told)["error"])
+        return told.encode()
+
+    def open_job(call: Incoming) -> bytes:
+        return answered("PUT", f"/jobs/{call.name.removeprefix('open/')}", call.data.tobytes())
+
+    def close_job(call: Incoming) -> bytes:
+        job, _, epoch = call.name.removeprefix("close/").partition("/")
+        return answered("DELETE", f"/jobs/{job}?epoch={epoch}", b"")
 
     if secret_file is not None:
         settings = dataclasses.replace(settings, secret="", secret_file=secret_file)
@@ -127,7 +146,7 @@ def _answer(daemon: _core.Daemon, at: str, settings: Settings, secret_file: str 
         "server",
         Address.parse(at),
         0,
-        requests={"jobs": jobs},
+        requests={"jobs": jobs, "open/": open_job, "close/": close_job},
         pushes=sums,
         pulls=sums,
         limits=Limits(calls=_CALLS, push_bytes=in_flight // 2, in_flight_bytes=in_flight),

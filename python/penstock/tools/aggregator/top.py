@@ -47,19 +47,20 @@ def fetch(address: str) -> dict[str, Any]:
 
     Raises click.ClickException where no daemon answers.
     """
-    told = {}
-    for name, path in (("about", "/"), ("counted", "/jobs")):
-        try:
-            with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as answer:
-                told[name] = json.load(answer)
-        except (OSError, ValueError) as error:
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise click.ClickException(
-                f"no aggregator answers at {address}: {reason}. Start it with: penstock aggregator --listen {address}"
-            ) from None
-    if not all(isinstance(one, dict) for one in told.values()) or "penstock" not in told["about"]:
-        raise click.ClickException(f"what answers at {address} is no aggregator or server of Penstock")
-    return {**told, "time": time.monotonic()}
+    from penstock.cluster import jobs
+
+    try:
+        with urllib.request.urlopen(f"http://{address}/", timeout=5) as answer:
+            about = json.load(answer)
+        if not isinstance(about, dict) or "penstock" not in about:
+            raise click.ClickException(f"what answers at {address} is no aggregator or server of Penstock")
+        counted = jobs.counted(address, timeout_s=5)
+    except (OSError, ValueError) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise click.ClickException(
+            f"no aggregator answers at {address}: {reason}. Start it with: penstock aggregator --listen {address}"
+        ) from None
+    return {"about": about, "counted": counted, "time": time.monotonic()}
 
 
 def render(now: dict[str, Any], before: dict[str, Any] | None) -> RenderableType:

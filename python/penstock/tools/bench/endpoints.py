@@ -1,6 +1,7 @@
 """``penstock bench endpoints``: pushes and pulls of a server's clients, beside raw sockets that move the same bytes.
 
 Worker processes, each on a host of its own, push a buffer to a server all at once, then pull one, then do both at the same time.
+With ``--ways sums`` they push buffers to an aggregation server, behind streams, and pull their sum when it is done.
 By turns with each of these, as many raw sockets as Penstock has streams move as many bytes between the same processes, in the
 same direction. The target is 90 % of their rate.
 """
@@ -24,7 +25,7 @@ from penstock.tools.bench.program import run_program
 from penstock.tools.testbed.bed import Loopback
 from penstock.tools.testbed.cluster import Testbed
 
-WAYS = ("push", "pull", "both")
+WAYS = ("push", "pull", "both", "sums")
 # Who moves the bytes: ours; sockets that have done when all bytes are handed over and received; sockets that are kept full until
 # the last receiver has all its bytes, which is more than the pattern needs.
 CARRIERS = ("penstock", "raw sockets", "kept full")
@@ -33,7 +34,7 @@ CARRIERS = ("penstock", "raw sockets", "kept full")
 @click.command()
 @click.option("--size", default="64M", show_default=True, help="Of a push, and of a pull.")
 @click.option("--workers", default="1,4", show_default=True, help="Clients of the server, each on its own host.")
-@click.option("--ways", default=",".join(WAYS), show_default=True, help="What all workers do at once.")
+@click.option("--ways", default="push,pull,both", show_default=True, help="What all workers do at once; also sums.")
 @click.option(
     "--streams", type=click.IntRange(1, 64), default=16, show_default=True, help="And raw sockets, of a pair."
 )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
-import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.addresses import split
 from penstock.cluster import deployment as deployments
+from penstock.cluster import jobs as opened_jobs
 from penstock.cluster import places
 from penstock.cluster.network import Cluster, Job, Server
 from penstock.errors import Config as ConfigError
@@ -107,11 +106,9 @@ def is_of(bed: Testbed, job: Job, opened: dict[str, Any]) -> bool:
 
 def _jobs_at(address: str) -> list[dict[str, Any]]:
     try:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"http://{address}/jobs", timeout=_ANSWER_WITHIN_S) as answer:
-            found: list[dict[str, Any]] = json.load(answer)["jobs"]
-            return found
-    except OSError:
+        found: list[dict[str, Any]] = opened_jobs.counted(address, _ANSWER_WITHIN_S)["jobs"]
+        return found
+    except (OSError, ValueError):
         return []
 
 

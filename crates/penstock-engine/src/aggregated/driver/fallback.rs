@@ -103,7 +103,7 @@ impl Driver {
         let ticket = Ticket::default();
         // SAFETY: `bytes` is borrowed until the ticket completes. That is at the latest when the fallback channel fails, which
         // it does together with the client's own (`listen`).
-        unsafe { self.channels.fallback.start_as(plain(&all_reduce, Priority(0), None), &ticket) };
+        unsafe { self.channels.fallback.start_as(plain(&all_reduce, None), &ticket) };
         ticket.wait(None).expect("without a time-out it waits for the end")
     }
 
@@ -128,7 +128,11 @@ impl Driver {
                 }
                 self.shared.stats().fallback_operations += 1;
                 // SAFETY: `keep` is what the tensor lives by.
-                unsafe { self.channels.fallback.start_as(plain(&all_reduce, priority, keep), &ticket) };
+                unsafe { self.channels.fallback.start_as(plain(&all_reduce, keep), &ticket) };
+                // It may have been changed on some ranks, so they do not compare it.
+                if priority != Priority::USUAL {
+                    self.channels.fallback.reprioritise(&ticket, priority);
+                }
             }
             if self.stopped {
                 return;
@@ -156,7 +160,7 @@ impl Driver {
 }
 
 /// An all-reduce among the ranks.
-fn plain(all_reduce: &AllReduce, priority: Priority, keep: Option<Box<dyn Any + Send>>) -> Call {
+fn plain(all_reduce: &AllReduce, keep: Option<Box<dyn Any + Send>>) -> Call {
     let elements = (all_reduce.bytes / all_reduce.dtype.size()) as u64;
     Call {
         collective: Collective::AllReduce,
@@ -169,7 +173,7 @@ fn plain(all_reduce: &AllReduce, priority: Priority, keep: Option<Box<dyn Any + 
         output: all_reduce.address,
         tag: 0,
         coflow: 0,
-        priority,
+        priority: Priority::USUAL,
         hold: false,
         timeout: all_reduce.timeout,
         keep,

@@ -26,7 +26,14 @@ fn granted(from: &mut Peer, to: &mut Peer, op: u64, priority: Priority, len: u64
     to.grant(key(op), 1, Fingerprint::default());
     carry(to, from, NOW);
     let body = Body::Memory { place: crate::frame::Reference { address: 0x1000, epoch: 0, region: 0 }, len };
-    from.send(Outgoing { key: key(op), priority, fingerprint: Fingerprint::default(), coflow: 0, body });
+    from.send(Outgoing {
+        key: key(op),
+        priority,
+        is_changed: false,
+        fingerprint: Fingerprint::default(),
+        coflow: 0,
+        body,
+    });
 }
 
 /// Carries over what may leave now. Returns the operations of data, and kinds of other frames.

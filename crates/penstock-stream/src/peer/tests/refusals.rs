@@ -88,7 +88,14 @@ fn credit_that_was_never_used_does_not_come_back() {
     let mut peer = peer(PeerConfig::default());
     let credit = |credit| Header { credit, ..Header::new(Kind::Ack, key(0)) };
     let body = Body::Owned(vec![0; 100].into());
-    peer.send(Outgoing { key: key(0), priority: Priority(0), fingerprint: Fingerprint::default(), coflow: 0, body });
+    peer.send(Outgoing {
+        key: key(0),
+        priority: Priority(0),
+        is_changed: false,
+        fingerprint: Fingerprint::default(),
+        coflow: 0,
+        body,
+    });
     out_of_turn(header(&mut peer, &credit(1), OpStatus::Active), "credit");
     peer.poll_frame(0, NOW).expect("on credit");
     out_of_turn(header(&mut peer, &credit(229), OpStatus::Active), "credit");
@@ -123,6 +130,7 @@ fn grants_reach_the_last_number() {
     peer.send(Outgoing {
         key: key(u32::MAX),
         priority: Priority(0),
+        is_changed: false,
         fingerprint: Fingerprint::default(),
         coflow: 0,
         body,
@@ -249,7 +257,14 @@ fn references_are_checked() {
 
     let mut peer = ready();
     let body = Body::Memory { place: Reference { address: 0, epoch: 0, region: 0 }, len: 100 };
-    peer.send(Outgoing { key: key(3), priority: Priority(0), fingerprint: Fingerprint::default(), coflow: 0, body });
+    peer.send(Outgoing {
+        key: key(3),
+        priority: Priority(0),
+        is_changed: false,
+        fingerprint: Fingerprint::default(),
+        coflow: 0,
+        body,
+    });
     let done = |message, serial| Header { serial, ..Header::new(Kind::Done, key(message)) };
     out_of_turn(whole(&mut peer, &done(3, 0), OpStatus::Active), "not given by reference");
     assert!(whole(&mut peer, &done(4, 1), OpStatus::Active).is_ok(), "one that is forgotten");
@@ -459,7 +474,7 @@ proptest! {
                         continue;
                     }
                     let body = if copied { Body::Owned(vec![1; len as usize].into()) } else { Body::Memory { place: Reference { address: 1, epoch: 0, region: 0 }, len } };
-                    peer.send(Outgoing { key, priority: Priority(priority), fingerprint: Fingerprint::default(), coflow: 0, body });
+                    peer.send(Outgoing { key, priority: Priority(priority), is_changed: false, fingerprint: Fingerprint::default(), coflow: 0, body });
                 }
                 Call::Grant(key, count) => peer.grant(key, count, Fingerprint::default()),
                 Call::Done(key) => peer.done(key),

@@ -33,12 +33,26 @@ fn farewell() -> Farewell {
 
 fn memory(peer: &mut Peer, message: u32, len: u64) {
     let body = Body::Memory { place: Reference { address: 0x1000, epoch: 0, region: 0 }, len };
-    peer.send(Outgoing { key: key(message), priority: Priority(0), fingerprint: FIVE, coflow: 0, body });
+    peer.send(Outgoing {
+        key: key(message),
+        priority: Priority(0),
+        is_changed: false,
+        fingerprint: FIVE,
+        coflow: 0,
+        body,
+    });
 }
 
 fn copied(peer: &mut Peer, message: u32, len: usize) {
     let body = Body::Owned(vec![1; len].into());
-    peer.send(Outgoing { key: key(message), priority: Priority(0), fingerprint: FIVE, coflow: 0, body });
+    peer.send(Outgoing {
+        key: key(message),
+        priority: Priority(0),
+        is_changed: false,
+        fingerprint: FIVE,
+        coflow: 0,
+        body,
+    });
 }
 
 /// What the net does with one frame.
@@ -328,7 +342,7 @@ fn shared_memory_is_offered_before_it_is_named() {
     a.share(7, 1 << 20);
     let place = Reference { address: 4096, epoch: 3, region: 7 };
     let body = Body::Memory { place, len: 40_000 };
-    a.send(Outgoing { key: key(0), priority: Priority(0), fingerprint: FIVE, coflow: 0, body });
+    a.send(Outgoing { key: key(0), priority: Priority(0), is_changed: false, fingerprint: FIVE, coflow: 0, body });
     memory(&mut a, 1, 1 << 20);
     a.unshare(7);
     let sent = drain(&mut a, &mut b, 0);
@@ -353,6 +367,7 @@ fn a_failed_group_leaves_nothing_behind() {
     a.send(Outgoing {
         key: other,
         priority: Priority(0),
+        is_changed: false,
         fingerprint: Fingerprint::default(),
         coflow: 0,
         body: bystander,
@@ -602,7 +617,7 @@ fn leaving_is_told_after_what_leaves_unasked() {
         let bodies = if credit > 0 { vec![short, Body::Memory { place, len: 1 << 20 }] } else { vec![short] };
         for (op, body) in (0..).zip(bodies) {
             let key = MessageKey { op: OpSeq(op), ..send };
-            a.send(Outgoing { key, priority: Priority(0), fingerprint: FIVE, coflow: 0, body });
+            a.send(Outgoing { key, priority: Priority(0), is_changed: false, fingerprint: FIVE, coflow: 0, body });
         }
         a.left(GroupId(7), farewell());
         let slow: Vec<_> = std::iter::from_fn(|| a.poll_frame(0, NOW)).collect();
@@ -722,7 +737,14 @@ fn urgency_keeps_a_stream_free_and_holds_the_rest() {
     let [mut a, mut b] = pair(&PeerConfig::default(), 4);
     let urgent = |peer: &mut Peer, message| {
         let body = Body::Owned(vec![1; 100].into());
-        peer.send(Outgoing { key: key(message), priority: Priority(-1), fingerprint: FIVE, coflow: 0, body });
+        peer.send(Outgoing {
+            key: key(message),
+            priority: Priority(-1),
+            is_changed: false,
+            fingerprint: FIVE,
+            coflow: 0,
+            body,
+        });
     };
     copied(&mut a, 0, 100);
     a.hurry(a.urgency(NOW));
@@ -785,6 +807,7 @@ fn many_messages_at_once() {
         a.send(Outgoing {
             key: other(message),
             priority: Priority(1),
+            is_changed: false,
             fingerprint: Fingerprint::default(),
             coflow: 0,
             body,

@@ -665,6 +665,7 @@ impl World {
         self.peer(spec.from, spec.to).send(Outgoing {
             key,
             priority,
+            is_changed: false,
             fingerprint: Fingerprint::default(),
             coflow: 0,
             body,
