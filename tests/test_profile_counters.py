@@ -366,13 +366,13 @@ import penstock
 dist.init_process_group("penstock")
 weight = torch.nn.Parameter(torch.ones(1 << 20))
 optimizer = torch.optim.SGD([weight], lr=0.1)
-for step in range(40):
+for step in range(100):
     weight.grad = torch.ones(1 << 20)
     dist.all_reduce(weight.grad)
     optimizer.step()
     time.sleep(0.02)
 total = penstock.stats()["memory_read_bytes"]
-assert total == 40 * (4 << 20), total
+assert total == 100 * (4 << 20), total
 path, deadline = f"{os.environ['PENSTOCK_PROFILE']}/rank-{dist.get_rank()}.jsonl", time.monotonic() + 30
 while f'memory_read_bytes":{total}' not in open(path).read():
     assert time.monotonic() < deadline
@@ -382,7 +382,7 @@ dist.destroy_process_group()
 
 
 def test_what_ranks_of_a_host_read_from_memory_is_counted(tmp_path: pathlib.Path, forks: None) -> None:
-    """Forty all-reduces of 4 MiB among two ranks of a host: each reads 160 MiB, which no interface carries. The host's rate has
+    """100 all-reduces of 4 MiB among two ranks of a host: each reads 400 MiB, which no interface carries. The host's rate has
     both, the page a picture of it."""
     script, folder = tmp_path / "train.py", tmp_path / "profile"
     script.write_text(READING)
@@ -392,14 +392,15 @@ def test_what_ranks_of_a_host_read_from_memory_is_counted(tmp_path: pathlib.Path
     assert isinstance(records, list)
     [host] = utilisation.hosts(records)
     read = {name: host.last[name] for name in host.last if name.endswith("memory_read_bytes")}
-    assert read == {f"pid.{each.header.pid}.memory_read_bytes": 40 * (4 << 20) for each in records}
+    assert read == {f"pid.{each.header.pid}.memory_read_bytes": 100 * (4 << 20) for each in records}
     breakdown = divide(records)
     [rate] = utilisation.memory_reads(records, breakdown)
     first = sum(host.counters[name].totals[-1] for name in read)
     assert sum(each * (end - start) for (start, end), each in rate.points) / 1e9 == pytest.approx(first, rel=0.02)
     pictures = {each.name: each for each in report.carried(breakdown, records) if isinstance(each, Picture)}
     assert pictures["memory"].see.startswith(f"Ranks of {host.name} read ")
-    assert Measures(records, breakdown).memory_read_bytes == pytest.approx(4 << 20, rel=0.1)
+    # Between two readings, half a second apart, it is taken to grow evenly, also where the training ended there.
+    assert Measures(records, breakdown).memory_read_bytes == pytest.approx(4 << 20, rel=0.4)
 
 
 # Helpers
