@@ -289,7 +289,9 @@ class Ranks:
 
     def _outcome(self, rank: int) -> Outcome:
         ended_s, value, raised = self._ended[rank] or (time.monotonic(), None, None)
-        return Outcome(rank, value, raised, self._processes[rank].exitcode, ended_s, self.output(rank))
+        # One that ends after its time, while stacks are written, was late as well.
+        exit_code = self._processes[rank].exitcode if self._ended[rank] is not None else None
+        return Outcome(rank, value, raised, exit_code, ended_s, self.output(rank))
 
     def _dump_stacks(self) -> None:
         """Make every running rank write the stacks of its threads into its output, and wait until they are there."""

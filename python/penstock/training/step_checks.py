@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable, Set
 from typing import Any
 
@@ -19,7 +20,7 @@ from penstock.training.trained import Trained
 __all__ = ["CALL_AVERAGE", "StepChecks"]
 
 
-class StepChecks:
+class StepChecks(abc.ABC):
     """The part of `penstock.training.gradients.GradientReducer` that `penstock.training.optimizer_steps` calls."""
 
     _trained: Trained
@@ -29,17 +30,17 @@ class StepChecks:
     _deferral: Deferral | None
     _buckets: Membership
 
+    @abc.abstractmethod
     def _synchronises(self) -> bool:
         """Whether gradients that are made now are to be averaged."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _average_rest(self) -> bool:
         """Average what is left; whether some rank had a gradient."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _all_averaged(self) -> list[Set[torch.nn.Parameter]]:
         """What each reducer of this process averages."""
-        raise NotImplementedError
 
     def _check_in_pass(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer steps in the middle of a pass (in a hook) by gradients that are being averaged."""

@@ -32,27 +32,16 @@ fn farewell() -> Farewell {
 }
 
 fn memory(peer: &mut Peer, message: u32, len: u64) {
-    let body = Body::Memory { place: Reference { address: 0x1000, epoch: 0, region: 0 }, len };
-    peer.send(Outgoing {
-        key: key(message),
-        priority: Priority(0),
-        is_changed: false,
-        fingerprint: FIVE,
-        coflow: 0,
-        body,
-    });
+    send(peer, message, Body::Memory { place: Reference { address: 0x1000, epoch: 0, region: 0 }, len });
 }
 
 fn copied(peer: &mut Peer, message: u32, len: usize) {
-    let body = Body::Owned(vec![1; len].into());
-    peer.send(Outgoing {
-        key: key(message),
-        priority: Priority(0),
-        is_changed: false,
-        fingerprint: FIVE,
-        coflow: 0,
-        body,
-    });
+    send(peer, message, Body::Owned(vec![1; len].into()));
+}
+
+fn send(peer: &mut Peer, message: u32, body: Body) {
+    let (key, priority) = (key(message), Priority(0));
+    peer.send(Outgoing { key, priority, is_changed: false, fingerprint: FIVE, coflow: 0, body });
 }
 
 /// What the net does with one frame.
