@@ -95,7 +95,9 @@ impl Connections {
     fn new(contact: Contact) -> Connections {
         Connections {
             contact,
-            job: None,
+            jobs: VecDeque::new(),
+            turned_away: 0,
+            is_challenged: false,
             connects: false,
             sockets: Vec::new(),
             was_up: false,
@@ -136,7 +138,12 @@ pub struct Driver {
 /// State of the connections to one peer.
 struct Connections {
     contact: Contact,
-    job: Option<(GroupId, Vec<u8>)>,
+    /// Jobs that this process wants with the peer, with their secrets: it connects in the name of the first.
+    jobs: VecDeque<(GroupId, Vec<u8>)>,
+    /// How many of them, one after the other, the peer has not set up yet.
+    turned_away: usize,
+    /// The peer knows the first of them, and no other counts any more.
+    is_challenged: bool,
     /// This side connects, the other one accepts.
     connects: bool,
     sockets: Vec<u64>,

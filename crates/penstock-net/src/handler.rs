@@ -220,8 +220,8 @@ impl Peers {
         self.now
     }
 
-    /// Starts connecting to a peer, for a job, with its secret. Nothing may be queued for it before
-    /// [`Handler::connected`].
+    /// Starts connecting to a peer, for a job, with its secret. Nothing may be queued for it before [`Handler::connected`]. Until
+    /// then, each job that is wanted with the peer is told here, since the peer may want only one of them.
     pub fn connect(&mut self, peer: PeerId, job: GroupId, secret: Vec<u8>) {
         self.orders.push_back(Order::Connect(peer, job, secret));
     }

@@ -74,6 +74,12 @@ impl Connector {
         std::mem::take(&mut self.outbox)
     }
 
+    /// Whether the acceptor has admitted this side, and was told the PROOF.
+    #[must_use]
+    pub fn is_challenged(&self) -> bool {
+        self.features.is_some()
+    }
+
     /// Takes bytes from the wire. Returns `Ok(Some(features))` once the acceptor has welcomed this side; bytes after the
     /// WELCOME are in `rest`. After an error, write the outbox, which may say why, then close.
     pub fn handle_input(&mut self, bytes: &[u8], rest: &mut Vec<u8>) -> Result<Option<u32>, HandshakeError> {

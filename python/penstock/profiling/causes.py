@@ -142,6 +142,7 @@ def _straggler(measures: Measures, number: int, waited_ns: float) -> Cause:
     # Before the phase: a thread without a processor is late in whatever it does most, be it loading.
     if queued >= QUEUED_OF_EXCESS * excess_ns > 0 or queued >= QUEUED_OF_EXCESS * waited_ns:
         text = f"{waiting}, whose training thread could have run for {_ms(queued)} more, and found no free processor"
+        gain_ns = min(waited_ns, max(gain_ns, queued))
         return Cause("contention", "wait", text, CHANGES["contention"], waited_ns, gain_ns, **where)  # type: ignore[arg-type]
     if phase == "loading":
         return _loader(measures, rank, waiting, waited_ns, gain_ns, numbers)

@@ -153,8 +153,7 @@ impl Directory {
         self.jobs.len()
     }
 
-    /// These peers may connect with a job. A node connects with the first job that it shares with this process: if it has
-    /// connected already, that is not this job.
+    /// These peers may connect with a job, but for those that have connected with another.
     pub(super) fn expect(
         &mut self,
         job: GroupId,

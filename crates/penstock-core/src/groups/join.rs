@@ -43,6 +43,12 @@ impl<B, K> Groups<B, K> {
         self.common.directory.known(node)
     }
 
+    /// Whether a stream of a peer has been up.
+    #[must_use]
+    pub fn is_connected(&self, peer: PeerId) -> bool {
+        self.common.directory.peer(peer).connected
+    }
+
     /// A process becomes a peer; `who` is how messages call it. Peers are numbered from 0 on; the number of one that went long ago is
     /// used again ([`Groups::forget_peer`]).
     pub fn add_peer(&mut self, node: NodeKey, who: Arc<str>) -> PeerId {

@@ -232,20 +232,23 @@ impl Runtime {
         }
     }
 
-    /// Connects to the members of a group that are not known yet, and joins it.
+    /// Connects to the members of a group to which there is no stream yet, and joins it.
     fn join(&mut self, peers: &mut Peers, spec: GroupSpec, ticket: Promise) {
         let GroupSpec { id, generation, rank, members, secret, algorithm, name } = spec;
         let who: Vec<Arc<str>> = members.iter().map(|contact| contact.describe().into()).collect();
         let others = (0..).zip(members).zip(&who).map(|((other, contact), who)| {
             let is_other = other != rank;
             is_other.then(|| {
-                self.groups.peer_of(&contact.node).unwrap_or_else(|| {
+                let peer = self.groups.peer_of(&contact.node).unwrap_or_else(|| {
                     let peer = self.groups.add_peer(contact.node, who.clone());
                     peers.add(peer, contact.clone());
                     self.local.add_peer(peer, contact);
-                    peers.connect(peer, id, secret.clone());
                     peer
-                })
+                });
+                if !self.groups.is_connected(peer) {
+                    peers.connect(peer, id, secret.clone());
+                }
+                peer
             })
         });
         let members = others.collect();

@@ -2,7 +2,7 @@
 //!
 //! A right program cannot block for ever. Its calls stand in windows; every rank issues all calls of a window, in any order
 //! that each pair of ranks may have, before it waits for one of them, or takes the calls in the same order as all others and
-//! waits for each. The windows, joins and leaves come in the same order on all ranks. Calls open channels, in the same order on all
+//! waits for each. The windows, joins and leaves come in the same order on all ranks, but for joins that other threads begin. Calls open channels, in the same order on all
 //! ranks; channels are closed as groups are left.
 
 use super::network::{Death, Paths};
@@ -57,6 +57,10 @@ pub(super) fn generate(seed: u64) -> Program {
     }
     draw.rng = Rng::with_seed(seed ^ 0x6d6f_7265);
     draw.vary(&mut program, &last);
+    draw.rng = Rng::with_seed(seed ^ 0x6a6f_696e);
+    if draw.rng.u8(..4) == 0 {
+        draw.begin_joins(&mut program);
+    }
     program
 }
 
@@ -83,6 +87,18 @@ impl Draw {
         let algorithm = self.algorithm();
         program.groups.push(ProgramGroup::new(members, algorithm));
         self.live.push(group);
+    }
+
+    /// Other threads begin joins, in an order that each rank has for itself.
+    fn begin_joins(&mut self, program: &mut Program) {
+        for steps in &mut program.steps {
+            for group in 0..program.groups.len() {
+                let joined = steps.iter().position(|step| *step == Step::Join(group));
+                if let Some(at) = joined.filter(|_| self.rng.bool()) {
+                    steps.insert(self.rng.usize(..=at), Step::Begin(group));
+                }
+            }
+        }
     }
 
     /// Opens channels of a group, so that it has three at most.

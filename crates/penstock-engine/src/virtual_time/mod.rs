@@ -220,6 +220,44 @@ fn a_rank_that_joins_late_is_waited_for() {
     }
 }
 
+/// Two processes want two groups with each other, at different times and in different orders, or one of the two wants one group only:
+/// they connect in the name of a group that both want, and what both want works.
+#[test]
+fn processes_connect_for_a_group_that_both_want() {
+    on_all_cores(0..300, |seed| {
+        let mut rng = Rng::with_seed(seed);
+        let (delay_us, wants_one) = ([2_000, 20_000][rng.usize(..2)], rng.u8(..4) == 0);
+        // Some join while the other process's first HELLOs come, which takes three times the delay.
+        let starts_us = [delay_us, 500_000, 0][rng.usize(..3)];
+        let mut begins = |groups: &[usize], from_us: u64, within_us: u64| -> Vec<Step> {
+            let mut groups = groups.to_vec();
+            rng.shuffle(&mut groups);
+            let mut pause = |from_us: u64, within_us| Step::Pause(1000 * (from_us + rng.u64(1..=within_us)));
+            let pauses = [pause(from_us, within_us), pause(0, delay_us)];
+            groups.into_iter().zip(pauses).flat_map(|(group, pause)| [pause, Step::Begin(group)]).collect()
+        };
+        let calls = |group| [Step::Join(group), Step::Issue(group), Step::Wait(group)];
+        let (first, then) = match starts_us {
+            0 => (begins(&[0, 1], 0, 1), begins(if wants_one { &[1] } else { &[0, 1] }, 3 * delay_us, delay_us)),
+            most => (begins(&[0, 1], 0, most), begins(if wants_one { &[1] } else { &[0, 1] }, 0, most)),
+        };
+        let mut steps = vec![[first, calls(1).to_vec()].concat(), [then, calls(1).to_vec()].concat()];
+        if !wants_one {
+            steps.iter_mut().for_each(|steps| steps.extend(calls(0)));
+        }
+        if rng.bool() {
+            steps.reverse();
+        }
+        let mut program = scripted(What::AllReduce, 10, delay_us, steps);
+        program.groups.push(program.groups[0].clone());
+        (program.seed, program.streams, program.threads) = (seed, rng.u16(1..=4), [1, 1, 1, 2][rng.usize(..4)]);
+        (program.calls[0].timeout, program.calls[1].group) = (5 * SECOND, 1);
+        assert_eq!(world::results(&program, 1), [Some(Ok(())), Some(Ok(()))], "seed {seed}");
+        let both = if wants_one { [None, None] } else { [Some(Ok(())), Some(Ok(()))] };
+        assert_eq!(world::results(&program, 0), both, "seed {seed}");
+    });
+}
+
 /// Whenever both streams are lost, one after the other, while a rank ends, what both ranks have done ends well: one that has said
 /// good-bye stays until the other has its acknowledgements, and that one comes back for them.
 #[test]

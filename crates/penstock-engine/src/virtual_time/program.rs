@@ -91,6 +91,9 @@ pub(super) enum What {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Step {
+    /// Another thread joins a group.
+    Begin(usize),
+    /// Joins a group, unless another thread does, and waits until that has ended.
     Join(usize),
     Issue(usize),
     /// Takes the operation's place; its buffers are ready at [`Step::Release`].

@@ -238,10 +238,11 @@ impl<'a> Rank<'a> {
                 self.user.at = Some(now.plus(LATE));
                 return true;
             }
+            Step::Begin(group) => self.join(group, network, now),
             Step::Join(group) => {
-                let ticket = Ticket::default();
-                self.post(network, Command::Join(spec(self.program, group, self.rank), ticket.promise()), &ticket);
-                self.user.joins.insert(group, (ticket, now, false));
+                if !self.user.joins.contains_key(&group) {
+                    self.join(group, network, now);
+                }
                 self.user.waits_for = Some(WaitsFor::Join(group));
             }
             Step::Issue(call) | Step::Hold(call) => {
@@ -293,6 +294,12 @@ impl<'a> Rank<'a> {
             }
         }
         false
+    }
+
+    fn join(&mut self, group: usize, network: &Network, now: Time) {
+        let ticket = Ticket::default();
+        self.post(network, Command::Join(spec(self.program, group, self.rank), ticket.promise()), &ticket);
+        self.user.joins.insert(group, (ticket, now, false));
     }
 
     /// Whether it has seen that a group or channel has failed.

@@ -38,7 +38,10 @@ fn candidates(program: &Program) -> Vec<Program> {
         let is_empty = !calls.iter().any(|call| program.home(program.calls[*call].group) == group);
         let is_joined = program.steps.iter().flatten().any(|step| *step == Step::Join(group));
         if is_empty && is_joined {
-            all.push(without(program, |step| matches!(step, Step::Join(g) | Step::Leave(g) if *g == group)));
+            all.push(without(
+                program,
+                |step| matches!(step, Step::Begin(g) | Step::Join(g) | Step::Leave(g) if *g == group),
+            ));
         }
     }
     if program.ranks > 2 {
@@ -138,6 +141,6 @@ fn without_last_rank(program: &Program) -> Option<Program> {
         (0..smaller.groups.len()).filter(|group| smaller.groups[*group].members.len() < 2).collect();
     let calls: Vec<usize> =
         (0..smaller.calls.len()).filter(|call| small.contains(&smaller.calls[*call].group)).collect();
-    let is_gone = |step: &Step| matches!(step, Step::Join(group) | Step::Leave(group) if small.contains(group));
+    let is_gone = |step: &Step| matches!(step, Step::Begin(group) | Step::Join(group) | Step::Leave(group) if small.contains(group));
     Some(without(&without_calls(&smaller, &calls), is_gone))
 }

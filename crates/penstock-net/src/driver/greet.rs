@@ -48,6 +48,10 @@ impl Driver {
                 Stage::Connector(connector) => {
                     let result = connector.handle_input(&buffer[..count], &mut rest);
                     socket.greeting.extend(connector.poll_transmit());
+                    let connections = &mut self.connections[socket.peer.expect("connectors know their peer") as usize];
+                    if connector.is_challenged() && !std::mem::replace(&mut connections.is_challenged, true) {
+                        connections.jobs.truncate(1);
+                    }
                     result.map(|features| features.map(|features| (None, features)))
                 }
                 Stage::Acceptor(acceptor) => {

@@ -34,9 +34,7 @@ impl Driver {
             };
             for (stream, attempt) in due {
                 if stream == FROM_THE_START {
-                    if let Some((job, secret)) = self.connections[peer as usize].job.take() {
-                        self.connect(handler, peer, job, secret, attempt, now);
-                    }
+                    self.connect_from_the_start(handler, peer, attempt, now);
                     continue;
                 }
                 self.connect_stream(handler, peer, stream, attempt, now);
@@ -109,7 +107,7 @@ impl Driver {
         self.add_connections();
         while let Some(order) = self.peers.orders.pop_front() {
             match order {
-                Order::Connect(peer, job, secret) => self.connect(handler, peer, job, secret, 0, now),
+                Order::Connect(peer, job, secret) => self.connect(handler, peer, job, secret, now),
                 Order::Drop(scope, source) => {
                     for socket in self.sockets.values_mut().chain(current.as_deref_mut()) {
                         socket.drop_all(scope, &source);
