@@ -2,8 +2,8 @@
 //!
 //! A right program cannot block for ever. Its calls stand in windows; every rank issues all calls of a window, in any order
 //! that each pair of ranks may have, before it waits for one of them, or takes the calls in the same order as all others and
-//! waits for each. The windows, joins and leaves come in the same order on all ranks, but for joins that other threads begin. Calls open channels, in the same order on all
-//! ranks; channels are closed as groups are left.
+//! waits for each. The windows, joins and leaves come in the same order on all ranks, but for joins that other threads begin.
+//! Calls open channels, in the same order on all ranks; channels are closed as groups are left.
 
 use super::network::{Death, Paths};
 use super::program::{Fault, How, Program, ProgramCall, ProgramGroup, Step, What, Wrong};
