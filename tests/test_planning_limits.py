@@ -9,6 +9,8 @@ import math
 import os
 import pathlib
 import re
+import signal
+import subprocess
 import sys
 import time
 from typing import Any
@@ -158,6 +160,14 @@ def test_a_large_programs_end_in_time_is_not_the_solvers_choice(monkeypatch: pyt
     monkeypatch.setattr(solver, "_PROGRAM", "raise SystemExit('no memory')")
     with pytest.raises(RuntimeError, match="the solver's process failed: no memory"):
         solver.linear({"c": [1.0]}, 1_000_000, 60)
+
+
+def test_the_solvers_process_outlives_nobody() -> None:
+    """Where nobody is left to kill it, it ends by itself."""
+    process = subprocess.Popen([sys.executable, "-c", solver._PROGRAM, "0.01"], stdin=subprocess.PIPE)
+    assert process.wait(60) == -signal.SIGALRM
+    assert process.stdin is not None
+    process.stdin.close()
 
 
 def test_what_stands_against_a_rate_is_told_in_time() -> None:

@@ -149,6 +149,16 @@ def test_a_crowded_processor_is_late_in_whatever_the_rank_does(phase: str) -> No
     assert first(job).kind == {"loading": "loader", "forward": "straggler"}[phase]
 
 
+def test_what_a_processor_of_its_own_would_bring() -> None:
+    """What a crowded rank stood in the run queue for, up to what the others waited, though little of it was in a phase."""
+    job = planted_records.Job(1, random.Random(1), more={(1, "forward"): 0.1}, gradient_bytes=1e5)
+    job.queued = {0: 0.0, 1: 0.09}
+    records, breakdown = planted_records.played(job)
+    breakdown.shares[1].work["forward"] -= 0.08e9
+    found = causes.find(records, breakdown)[0]
+    assert found.kind == "contention" and found.gain_ns == pytest.approx(0.09e9, rel=0.2), found
+
+
 def test_a_link_whose_limit_nobody_knows() -> None:
     """Then the highest rate seen stands for it, and the text says so; with one stream that is no more than a flow's rate."""
     job, _ = planted_records.drawn("capped link", 1)

@@ -16,7 +16,8 @@ def linear(program: dict[str, Any], size: int, seconds: float | None) -> Any:
     """scipy's result of a linear program, given as the arguments of `scipy.optimize.linprog`; None if the time ended first.
 
     HiGHS looks at its limit neither while it reduces a program nor while it cleans up behind the interior-point method. Where
-    that takes long, with ``size`` columns, a process of its own solves the program, and is killed when the time is over.
+    that takes long, with ``size`` columns, a process of its own solves the program, and is killed when the time is over. Should
+    this process be gone by then, it ends by itself.
     """
     if seconds is None or size <= _LARGE:
         from scipy.optimize import linprog
@@ -29,7 +30,7 @@ def linear(program: dict[str, Any], size: int, seconds: float | None) -> Any:
     until = time.monotonic() + seconds
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM],
+        [sys.executable, "-c", _PROGRAM, str(seconds + 1)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -47,7 +48,8 @@ def linear(program: dict[str, Any], size: int, seconds: float | None) -> Any:
 
 
 _PROGRAM = """
-import pickle, sys
+import pickle, signal, sys
+signal.setitimer(signal.ITIMER_REAL, float(sys.argv[1]))
 from scipy.optimize import linprog
 sys.stdout.buffer.write(pickle.dumps(linprog(**pickle.load(sys.stdin.buffer))))
 """
