@@ -6,6 +6,7 @@ mod ending;
 mod gone;
 mod greet;
 mod listen;
+mod names;
 mod neighbour;
 mod threads;
 mod timers;
@@ -16,6 +17,7 @@ pub use self::threads::{Loop, Run};
 
 use self::connect::LocalPorts;
 use self::listen::Listeners;
+use self::names::Names;
 use self::threads::Threads;
 use crate::arbiter::Arbiter;
 use crate::claims::Claims;
@@ -28,7 +30,7 @@ use crate::socket::Socket;
 use crate::system::{Host, System};
 use penstock_stream::handshake::{HandshakeError, NodeKey};
 use penstock_stream::peer::{Event, PeerConfig, StreamId, Urgency};
-use penstock_types::{GroupId, PeerId, SECOND, Time};
+use penstock_types::{PeerId, SECOND, Time};
 use rustix::event::EventfdFlags;
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
@@ -95,9 +97,7 @@ impl Connections {
     fn new(contact: Contact) -> Connections {
         Connections {
             contact,
-            jobs: VecDeque::new(),
-            turned_away: 0,
-            is_challenged: false,
+            names: Names::default(),
             connects: false,
             sockets: Vec::new(),
             was_up: false,
@@ -138,12 +138,7 @@ pub struct Driver {
 /// State of the connections to one peer.
 struct Connections {
     contact: Contact,
-    /// Jobs that this process wants with the peer, with their secrets: it connects in the name of the first.
-    jobs: VecDeque<(GroupId, Vec<u8>)>,
-    /// How many of them, one after the other, the peer has not set up yet.
-    turned_away: usize,
-    /// The peer knows the first of them, and no other counts any more.
-    is_challenged: bool,
+    names: Names,
     /// This side connects, the other one accepts.
     connects: bool,
     sockets: Vec<u64>,

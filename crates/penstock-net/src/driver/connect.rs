@@ -2,6 +2,7 @@
 
 use super::accept::ACCEPT_AGAIN;
 use super::listen::tune;
+use super::names::Next;
 use super::neighbour::read_memory_epoch;
 use super::{Driver, FEATURE_READS_MEMORY, FEATURES, HANDSHAKE_WITHIN, random};
 use crate::close_reason::CloseReason;
@@ -36,11 +37,7 @@ impl Driver {
         let connections = &mut self.connections[peer as usize];
         // Only the process with the larger key connects, so that a pair connects once.
         connections.connects = own > connections.contact.node;
-        if !connections.connects || connections.is_challenged || connections.finished {
-            return;
-        }
-        connections.jobs.push_back((job, secret));
-        if connections.jobs.len() == 1 {
+        if connections.connects && !connections.finished && connections.names.add(job, secret) {
             self.connect_from_the_start(handler, peer, 0, now);
         }
     }
@@ -242,7 +239,7 @@ impl Driver {
         }
         // A peer that answers is there. How long a join waits until the peer takes part in it, its time-out says; such answers
         // leave some attempts for what else may fail.
-        let is_awaited = connections.jobs.iter().any(|(job, _)| handler.awaits(*job));
+        let is_awaited = connections.names.are_awaited(|job| handler.awaits(job));
         let may_last = *why == CloseReason::NotYet && is_awaited;
         let attempt = if may_last && attempt >= ATTEMPTS_OF_WAITING { SLOW_ATTEMPTS } else { attempt + 1 };
         // A peer that was never up is given longer: something on the way to it may refuse, too.
@@ -255,44 +252,29 @@ impl Driver {
             return;
         }
         let pause = RETRY_FIRST << attempt.min(SLOW_ATTEMPTS);
-        let is_in_next_name = *why == CloseReason::NotYet && self.take_next_name(handler, peer);
-        let connections = &mut self.connections[peer as usize];
-        let (stream, pause) = match is_in_next_name {
-            true if connections.turned_away == 0 => (FROM_THE_START, pause),
-            true => (FROM_THE_START, 0),
-            false => (stream, pause),
+        let next = match why {
+            CloseReason::NotYet => connections.names.turned_away(|job| handler.awaits(job)),
+            _ => Next::Same,
         };
+        let (stream, pause) = match next {
+            Next::Same => (stream, pause),
+            Next::Another => (FROM_THE_START, 0),
+            Next::AnotherLater => (FROM_THE_START, pause),
+        };
+        if next != Next::Same {
+            // All streams begin anew, in the other name.
+            connections.retries.clear();
+            for token in std::mem::take(&mut connections.sockets) {
+                self.sockets.remove(&token);
+            }
+        }
         connections.retries.push((stream, now.plus(pause), attempt));
         self.schedule_timers(now.plus(pause));
     }
 
-    /// A peer has not set up the job in whose name this process connects. If others are wanted with it, the next one's name counts
-    /// from now on, for all streams, which begin anew: true.
-    ///
-    /// A peer with a stream up admits no other name for this process, so two names must not be under way at once. Until this process
-    /// has answered a CHALLENGE, no stream is up there; from then on the peer knows the job.
-    fn take_next_name<H: Handler>(&mut self, handler: &H, peer: PeerId) -> bool {
-        let connections = &mut self.connections[peer as usize];
-        let names = connections.jobs.len();
-        if connections.is_challenged || names < 2 {
-            return false;
-        }
-        connections.turned_away = (connections.turned_away + 1) % names;
-        connections.jobs.rotate_left(1);
-        // The last one stays also if it is not awaited any more: a peer that comes late learns that.
-        if connections.jobs.iter().any(|(job, _)| handler.awaits(*job)) {
-            connections.jobs.retain(|(job, _)| handler.awaits(*job));
-        }
-        connections.retries.clear();
-        for token in std::mem::take(&mut connections.sockets) {
-            self.sockets.remove(&token);
-        }
-        true
-    }
-
     pub(super) fn connector(&self, peer: PeerId, stream: StreamId, features: u32) -> Connector {
         let connections = &self.connections[peer as usize];
-        let (job, secret) = connections.jobs.front().expect("connecting for a job");
+        let (job, secret) = connections.names.current();
         let hello = Hello {
             version: (VERSION_MAJOR, VERSION_MINOR),
             features,

@@ -48,9 +48,9 @@ impl Driver {
                 Stage::Connector(connector) => {
                     let result = connector.handle_input(&buffer[..count], &mut rest);
                     socket.greeting.extend(connector.poll_transmit());
-                    let connections = &mut self.connections[socket.peer.expect("connectors know their peer") as usize];
-                    if connector.is_challenged() && !std::mem::replace(&mut connections.is_challenged, true) {
-                        connections.jobs.truncate(1);
+                    if connector.is_challenged() {
+                        let peer = socket.peer.expect("connectors know their peer");
+                        self.connections[peer as usize].names.are_known();
                     }
                     result.map(|features| features.map(|features| (None, features)))
                 }
