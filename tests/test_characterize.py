@@ -438,14 +438,14 @@ def test_a_run_that_fails_leaves_the_others(tmp_path: Path) -> None:
     path = written(tmp_path, "{models: gpt2-tiny, batches: 4, transports: [tcp, gloo], steps: 6, repeats: 1}")
     command = [sys.executable, "-m", "penstock", "characterize", str(path)]
     environment = {**os.environ, "NCCL_SOCKET_IFNAME": "nosuch0"}
-    first = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    first = forked.run(command, capture_output=True, text=True, env=environment)
     assert first.returncode == 1, first.stdout + first.stderr
     assert [one.cell.transport for one in results.read(tmp_path / "matrix.runs")] == ["gloo"]
     assert "it failed, and the others go on: gpt2-tiny-data-2-4-tcp" in first.stderr and "2 of 2: " in first.stderr
     end = first.stderr[first.stderr.index("Error: 1 run failed") :].splitlines()
     assert len(end) == 2 and end[1].startswith("  gpt2-tiny-data-2-4-tcp-0-") and "nosuch0" in end[1], end
     assert "2 ranks, 4" in first.stdout, "what has ended is shown"
-    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    again = forked.run(command, capture_output=True, text=True)
     assert again.returncode == 0 and "1 of 2 runs are in" in again.stderr, again.stdout + again.stderr
     assert "1 of 1: gpt2-tiny-data-2-4-tcp" in again.stderr
 

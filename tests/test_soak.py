@@ -31,7 +31,7 @@ def test_nothing_is_kept(medium: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_memory_is_judged_against_gloo() -> None:
     """The memory of ranks grows no faster a group than gloo's in the same program; what is kept of every group is found."""
-    program = functools.partial(soak.Spec, seed=7, groups=350, minutes=2, operations=5)
+    program = functools.partial(soak.Spec, seed=7, groups=250, minutes=2, operations=5)
     leaking = program("penstock", leak_bytes=100_000)
     ours, leaks, gloos = soak.run(program("penstock"), leaking, program("gloo"), world=3)
     assert soak.memory_complaints(ours, gloos) == []
