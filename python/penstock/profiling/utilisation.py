@@ -165,7 +165,7 @@ def memory_reads(records: Iterable[Record], breakdown: Breakdown) -> list[Series
         if not each:
             continue
         shift = round(breakdown.offsets_ns.get(host.name, (0.0, 0.0))[0])
-        times = max(each, key=lambda counted: len(counted.times_ns)).times_ns
+        times = sorted({time for counted in each for time in counted.times_ns})
         points = tuple(
             ((start + shift, end + shift), sum(counted.grown(start, end) for counted in each) / (end - start) * 1e9)
             for start, end in itertools.pairwise(times)
