@@ -109,6 +109,7 @@ impl Connections {
             round: 0,
             complaint: None,
             unread: 0,
+            has_no_local: false,
             ports: LocalPorts::choose(),
             lost: Vec::new(),
         }
@@ -157,6 +158,8 @@ struct Connections {
     complaint: Option<HandshakeError>,
     /// How often the peer's memory could not be read for a reason that may pass.
     unread: u32,
+    /// Its local socket cannot be connected to, and that was logged.
+    has_no_local: bool,
     ports: LocalPorts,
     /// Streams that were lost after they had been up.
     lost: Vec<StreamId>,

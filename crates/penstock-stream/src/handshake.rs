@@ -74,7 +74,7 @@ impl Connector {
         std::mem::take(&mut self.outbox)
     }
 
-    /// Whether the acceptor has admitted this side, and was told the PROOF.
+    /// Whether the acceptor has admitted this side, which answers with the PROOF.
     #[must_use]
     pub fn is_challenged(&self) -> bool {
         self.features.is_some()

@@ -57,7 +57,7 @@ pub(super) fn generate(seed: u64) -> Program {
     }
     draw.rng = Rng::with_seed(seed ^ 0x6d6f_7265);
     draw.vary(&mut program, &last);
-    draw.rng = Rng::with_seed(seed ^ 0x6a6f_696e);
+    draw.rng = Rng::with_seed(seed ^ WITH_BEGUN_JOINS);
     if draw.rng.u8(..4) == 0 {
         draw.begin_joins(&mut program);
     }
@@ -435,6 +435,8 @@ const OPS: [ReduceOp; 10] = [
 const EAGER: u64 = 32 * 1024;
 /// Decides which seeds have channels. The seeds in `FAILED` that found something before there were channels have none.
 const WITH_CHANNELS: u64 = 0x10e;
+/// Decides likewise where other threads begin joins.
+const WITH_BEGUN_JOINS: u64 = 0xb9;
 
 /// What `PENSTOCK_VIRTUAL_THREADS` says for all programs.
 fn chosen_threads() -> Option<usize> {

@@ -69,6 +69,8 @@ fn programs_of_a_seed() {
     assert!(some(of_channel) > 10);
     let large = |program: &Program| program.calls.iter().any(|call| call.elements * call.dtype.size() as u64 > 200_000);
     assert!(some(large) > 30);
+    let begins = |program: &Program| program.steps.iter().flatten().any(|step| matches!(step, Step::Begin(_)));
+    assert!(some(begins) > 40 && !FAILED.iter().any(|(seed, _)| begins(&generate(*seed))));
 }
 
 /// A rank that leaves in the middle of a collective takes nothing away from ranks that are in the one before, which it has ended: that
@@ -252,10 +254,31 @@ fn processes_connect_for_a_group_that_both_want() {
         program.groups.push(program.groups[0].clone());
         (program.seed, program.streams, program.threads) = (seed, rng.u16(1..=4), [1, 1, 1, 2][rng.usize(..4)]);
         (program.calls[0].timeout, program.calls[1].group) = (5 * SECOND, 1);
+        // The last join begins within a second, and attempts are 0.3 s and some ways apart.
+        for joined in world::joined(&program) {
+            assert!(
+                joined.len() == 2 - usize::from(wants_one) && joined.values().all(|at| at.0 < 2 * SECOND),
+                "seed {seed}: {joined:?}"
+            );
+        }
         assert_eq!(world::results(&program, 1), [Some(Ok(())), Some(Ok(()))], "seed {seed}");
-        let both = if wants_one { [None, None] } else { [Some(Ok(())), Some(Ok(()))] };
-        assert_eq!(world::results(&program, 0), both, "seed {seed}");
     });
+}
+
+/// A process whose host answers nothing is given up with all its streams at once, long after a join with it; the other one goes on.
+#[test]
+fn a_peer_that_never_answers_is_given_up() {
+    for dark in 0..2 {
+        let joins = |rank| match rank == dark {
+            true => vec![Step::Pause(SECOND)],
+            false => vec![Step::Begin(0), Step::Pause(300 * SECOND), Step::Join(1), Step::Issue(0), Step::Wait(0)],
+        };
+        let mut program = scripted(What::AllReduce, 10, 50, (0..2).map(joins).collect());
+        program.groups.push(ProgramGroup::new(vec![1 - dark], None));
+        (program.streams, program.calls[0].group, program.goes_on) = (3, 1, true);
+        program.fault = Some((0, Fault::Kill { rank: dark, death: network::Death::Silent }));
+        assert_eq!(world::results(&program, 0)[1 - dark], Some(Ok(())), "rank {dark} is dark");
+    }
 }
 
 /// Whenever both streams are lost, one after the other, while a rank ends, what both ranks have done ends well: one that has said

@@ -45,7 +45,7 @@ pub(super) struct User {
     waits_for: Option<WaitsFor>,
     pub(super) joins: BTreeMap<usize, (Ticket, Time, bool)>,
     /// When joins ended.
-    joined: BTreeMap<usize, Time>,
+    pub(super) joined: BTreeMap<usize, Time>,
     pub(super) calls: BTreeMap<usize, Issued>,
     /// Groups that have failed, as far as it has seen.
     pub(super) failed: BTreeSet<usize>,

@@ -6,7 +6,7 @@ use super::rank::{Engine, GO_ON_WITHIN, Opened, Rank, State};
 use crate::stats::Held;
 use fastrand::Rng;
 use penstock_types::{Failure, FailureKind, MILLISECOND, SECOND, Time};
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 /// Runs a program; returns what was not as it must be, at most a few, each beginning with its kind.
@@ -38,6 +38,14 @@ pub(super) fn results(program: &Program, call: usize) -> Vec<Option<Result<(), F
     world.run();
     assert_eq!(world.complaints, Vec::<String>::new());
     world.ranks.iter().map(|rank| rank.user.calls.get(&call)?.ticket.result()).collect()
+}
+
+/// Runs a program; when the ranks' joins ended, by rank and group.
+pub(super) fn joined(program: &Program) -> Vec<BTreeMap<usize, Time>> {
+    let mut world = World::new(program);
+    world.run();
+    assert_eq!(world.complaints, Vec::<String>::new());
+    world.ranks.into_iter().map(|rank| rank.user.joined).collect()
 }
 
 struct World<'a> {

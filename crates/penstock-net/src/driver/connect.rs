@@ -37,7 +37,10 @@ impl Driver {
         let connections = &mut self.connections[peer as usize];
         // Only the process with the larger key connects, so that a pair connects once.
         connections.connects = own > connections.contact.node;
-        if connections.connects && !connections.finished && connections.names.add(job, secret) {
+        if connections.connects
+            && !connections.finished
+            && connections.names.add(job, secret, |job| handler.awaits(job))
+        {
             self.connect_from_the_start(handler, peer, 0, now);
         }
     }
@@ -70,7 +73,11 @@ impl Driver {
 
     /// Tries the abstract UNIX socket: a process that answers there is on this host.
     pub(super) fn connect_local<H: Handler>(&mut self, handler: &mut H, peer: PeerId, attempt: u32, now: Time) -> bool {
-        let node = self.connections[peer as usize].contact.node;
+        let connections = &self.connections[peer as usize];
+        if connections.has_no_local {
+            return false;
+        }
+        let node = connections.contact.node;
         let open = || -> io::Result<socket2::Socket> {
             let socket = socket2::Socket::new(Domain::UNIX, Type::STREAM.nonblocking().cloexec(), None)?;
             socket.connect(&SockAddr::unix(Contact::local_name(&node))?)?;
@@ -86,8 +93,11 @@ impl Driver {
                 return true;
             }
             Err(error) => {
-                let who = self.connections[peer as usize].contact.describe();
-                log::warn!("penstock: cannot connect to the local socket of {who} ({error}): TCP instead");
+                let connections = &mut self.connections[peer as usize];
+                if !std::mem::replace(&mut connections.has_no_local, true) {
+                    let who = connections.contact.describe();
+                    log::warn!("penstock: cannot connect to the local socket of {who} ({error}): TCP instead");
+                }
                 return false;
             }
         };
@@ -241,7 +251,15 @@ impl Driver {
         // leave some attempts for what else may fail.
         let is_awaited = connections.names.are_awaited(|job| handler.awaits(job));
         let may_last = *why == CloseReason::NotYet && is_awaited;
-        let attempt = if may_last && attempt >= ATTEMPTS_OF_WAITING { SLOW_ATTEMPTS } else { attempt + 1 };
+        let next = match why {
+            CloseReason::NotYet if none_up => connections.names.turn_away(),
+            _ => Next::Same,
+        };
+        let attempt = match next {
+            Next::Another => attempt,
+            _ if may_last && attempt >= ATTEMPTS_OF_WAITING => SLOW_ATTEMPTS,
+            _ => attempt + 1,
+        };
         // A peer that was never up is given longer: something on the way to it may refuse, too.
         let is_gone = has_died && none_up && attempt > REFUSED_ATTEMPTS;
         if attempt > CONNECT_ATTEMPTS || is_gone {
@@ -252,10 +270,6 @@ impl Driver {
             return;
         }
         let pause = RETRY_FIRST << attempt.min(SLOW_ATTEMPTS);
-        let next = match why {
-            CloseReason::NotYet => connections.names.turned_away(|job| handler.awaits(job)),
-            _ => Next::Same,
-        };
         let (stream, pause) = match next {
             Next::Same => (stream, pause),
             Next::Another => (FROM_THE_START, 0),

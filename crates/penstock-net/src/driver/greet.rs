@@ -50,7 +50,7 @@ impl Driver {
                     socket.greeting.extend(connector.poll_transmit());
                     if connector.is_challenged() {
                         let peer = socket.peer.expect("connectors know their peer");
-                        self.connections[peer as usize].names.are_known();
+                        self.connections[peer as usize].names.settle();
                     }
                     result.map(|features| features.map(|features| (None, features)))
                 }

@@ -13,6 +13,8 @@ use penstock_types::{MILLISECOND, PeerId, SECOND, Time};
 impl Driver {
     pub(super) fn handle_timers<H: Handler>(&mut self, handler: &mut H, now: Time) {
         let mut next = now.plus(SECOND);
+        // What is done below may schedule something earlier.
+        self.next_timers = next;
         let readers = self.sockets.values().filter_map(|socket| socket.reader.as_ref());
         self.peers.buffer_bytes =
             readers.map(|reader| reader.memory_bytes()).sum::<usize>() + self.threads.count() * JUNK_BYTES;
@@ -53,14 +55,15 @@ impl Driver {
         let late: Vec<u64> =
             self.sockets.iter().filter(|(_, s)| !s.is_up() && now > s.deadline).map(|(token, _)| *token).collect();
         for token in late {
-            let socket = self.sockets.remove(&token).expect("listed above");
+            // The end of one may be the end of all to its peer.
+            let Some(socket) = self.sockets.remove(&token) else { continue };
             self.closed(handler, token, socket, &CloseReason::NoAnswer, now);
         }
         if self.sockets.values().any(|socket| !socket.is_up()) {
             next = next.min(now.plus(100 * MILLISECOND));
         }
         // Deliberately coarse: nothing here needs better than a few milliseconds.
-        self.next_timers = next.max(now.plus(MILLISECOND));
+        self.next_timers = next.min(self.next_timers).max(now.plus(MILLISECOND));
     }
 
     /// Makes connections for peers that the engine has added.
