@@ -53,6 +53,9 @@ impl Driver {
         attempt: u32,
         now: Time,
     ) {
+        if self.connections[peer as usize].finished {
+            return;
+        }
         if self.settings.shared_memory
             && self.connections[peer as usize].contact.memory_epoch != 0
             && self.connect_local(handler, peer, attempt, now)
