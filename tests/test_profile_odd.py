@@ -229,6 +229,41 @@ def test_the_profiler_stops_once_nothing_writes_into_it(odd: Any) -> None:
     assert all(50 <= len(record.samples) <= 74 for record in records)
 
 
+def test_a_profiler_that_has_stopped_is_followed_by_none_at_once(odd: Any, tmp_path: pathlib.Path) -> None:
+    """Where steps are long one of them is counted before the first sample. When that began where the count had ended, within the
+    optimizer's step, the end of that step was noted in memory that was another's: one run in eight died of it."""
+    records, _ = odd(
+        "import time\n"
+        "from penstock.tools.profile.recorder import sampling\n"
+        "begin, end, ended = sampling.Sampling._start, sampling.Sampling._ended, []\n"
+        "said = open(__file__ + '.said', 'w')\n"
+        "def start(self, target, calls):\n"
+        "    print('started for', target, 'after', step, file=said, flush=True)\n"
+        "    begin(self, target, calls)\n"
+        "def stop(self, calls):\n"
+        "    print('stopped after', step, file=said, flush=True)\n"
+        "    return end(self, calls)\n"
+        "sampling.Sampling._start, sampling.Sampling._ended = start, stop\n"
+        "model = nn.Linear(8, 8)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for step in range(10):\n"
+        "    optimizer.zero_grad()\n"
+        "    time.sleep(0.35 if step == 1 else 0)\n"
+        "    model(torch.ones(2, 8)).sum().backward()\n"
+        "    optimizer.step()\n",
+    )
+    said = (tmp_path / "script.py.said").read_text().splitlines()
+    assert said == [
+        "started for 2 after 1",
+        "stopped after 2",
+        "started for 4 after 3",
+        "stopped after 4",
+        "started for 8 after 6",
+        "stopped after 8",
+    ]
+    assert [sample.step for sample in records[0].samples] == [4, 8]
+
+
 def test_an_operation_that_runs_on_after_its_step_keeps_the_profiler(odd: Any) -> None:
     """Until it has ended: there is no sample of that step, and that is told."""
     records, said = odd(

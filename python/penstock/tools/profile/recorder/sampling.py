@@ -80,6 +80,7 @@ class Sampling:
         """Whether a step has so many events that the profiler runs for one step only, and without shapes."""
         self._lead = _LEAD
         """Steps for which it runs."""
+        self._was_probed = False
         self.until_ns = _NEVER
         """A sample that runs for longer is given up: an evaluation in it would fill the memory with events."""
 
@@ -91,21 +92,23 @@ class Sampling:
         """Whether there is something to do at the end of that step."""
         if self._is_off or self._profile is not None:
             return not self._is_off
-        return number == _PROBE - 1 or self._is_sample(number + self._lead)
+        return number == _PROBE - 1 or self._begins(number) is not None
 
     def step_ended(self, step: Step, calls: Calls) -> None:
         """Start or stop what is due. Whatever is wrong with the profiler, or with us, the training goes on."""
         self.passed(step.end_ns - step.start_ns)
         try:
+            # One that has stopped is followed by none at once: what it has seen begin, as the optimizer's step around this call,
+            # notes its end in memory that is gone, if any profiler runs by then.
             if self.is_running and self._wanted == _PROBE:
                 self._count(calls)
-            if not self.is_running:
-                if step.number == _PROBE - 1 and step.end_ns - step.start_ns >= _PROBED_NS:
-                    self._start(_PROBE, calls)
-                elif self._is_sample(step.number + self._lead):
-                    self._start(step.number + self._lead, calls)
-            elif self._wanted != _PROBE and step.number >= self._target:
-                self._stop(step, calls)
+            elif self.is_running:
+                if step.number >= self._target:
+                    self._stop(step, calls)
+            elif step.number == _PROBE - 1 and step.end_ns - step.start_ns >= _PROBED_NS:
+                self._start(_PROBE, calls)
+            elif (target := self._begins(step.number)) is not None:
+                self._start(target, calls)
         except Exception as error:
             self.abandon(calls)
             self._is_plain = False
@@ -159,6 +162,11 @@ class Sampling:
         if text not in self._said:
             self._said.add(text)
             self._put(Event(time.monotonic_ns(), kind, text))
+
+    def _begins(self, number: int) -> int | None:
+        """The sample for which the profiler starts at the end of that step."""
+        target = number + (1 if self._was_probed and number < EARLY[0] else self._lead)
+        return target if self._is_sample(target) else None
 
     def _is_sample(self, number: int) -> bool:
         return number in EARLY or (number > EARLY[-1] and number % self.distance == 0)
@@ -236,7 +244,7 @@ class Sampling:
             return  # at the end of a later step: what is in flight writes into the profiler's memory
         calls.stop()
         count = len(self._ended(calls).kineto_results.events())
-        self._is_plain = False
+        self._is_plain, self._was_probed = False, True
         most = min(_MOST, _free_bytes() // (_MEMORY_SHARE * _EVENT_BYTES))
         if count > most:
             self._is_off = True
