@@ -38,9 +38,10 @@ impl Names {
         // Not the first: it may be under way.
         let over: Vec<usize> = (1..self.jobs.len()).filter(|at| !is_awaited(self.jobs[*at].0)).collect();
         if over.len() >= MOST_OVER {
-            self.jobs.remove(over[0]);
+            self.jobs.remove(over[over.len() - 1]);
         }
-        self.jobs.push_back((job, secret));
+        // It is the next one.
+        self.jobs.insert(self.jobs.len().min(1), (job, secret));
         self.jobs.len() == 1
     }
 
@@ -88,14 +89,14 @@ mod tests {
         let mut names = Names::default();
         assert!(names.add(GroupId(1), b"a".to_vec(), |_| true));
         assert_eq!(names.turn_away(), Next::Same);
-        for job in [2, 3] {
+        for job in [3, 2] {
             assert!(!names.add(GroupId(job), Vec::new(), |_| true));
         }
         let mut turn = || (names.turn_away(), names.current().0.0);
         let round = [(Next::Another, 2), (Next::Another, 3), (Next::AnotherLater, 1)];
         assert_eq!([turn(), turn(), turn()], round);
         assert_eq!([turn(), turn()], round[..2]);
-        // One that is new is tried in this round.
+        // One that is new is the next, and those that had their turn wait for the next round.
         names.add(GroupId(4), Vec::new(), |_| true);
         let mut turn = || (names.turn_away(), names.current().0.0);
         assert_eq!([turn(), turn()], [(Next::Another, 4), (Next::AnotherLater, 1)]);
@@ -112,7 +113,7 @@ mod tests {
             names.add(GroupId(job), Vec::new(), |job| job.0 % 50 == 7);
         }
         let kept: Vec<u64> = names.jobs.iter().map(|(job, _)| job.0).collect();
-        assert_eq!(kept, [0, 7, 57, 96, 97, 98, 99]);
+        assert_eq!(kept, [0, 99, 98, 97, 96, 57, 7]);
         assert!(names.are_awaited(|job| job == GroupId(57)) && !names.are_awaited(|job| job == GroupId(8)));
     }
 }
