@@ -186,7 +186,8 @@ threading.Event().wait()
 CROWD = """
 import os, sys
 os.sched_setaffinity(0, {int(sys.argv[1])})
-while True:
+parent = os.getppid()
+while os.getppid() == parent:
     pass
 """
 
