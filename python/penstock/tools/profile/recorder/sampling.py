@@ -76,10 +76,8 @@ class Sampling:
         self._is_plain = False
         self._said: set[str] = set()
         self._is_off = False
-        self._has_many = False
-        """Whether a step has so many events that the profiler runs for one step only, and without shapes."""
         self._lead = _LEAD
-        """Steps for which it runs."""
+        """Steps for which the profiler runs: one, and without shapes, where a step has many events."""
         self._was_probed = False
         self.until_ns = _NEVER
         """A sample that runs for longer is given up: an evaluation in it would fill the memory with events."""
@@ -178,7 +176,7 @@ class Sampling:
         began_ns = time.monotonic_ns()
         # To ask for CUDA must not start it. What stops the profiler waits for the device first.
         device = "cuda" if torch.cuda.is_initialized() else None
-        shapes = target != _PROBE and not self._has_many
+        shapes = target != _PROBE and self._lead == _LEAD
         own = profiler.profile(use_kineto=True, record_shapes=shapes, use_device=device)
         _own.add(own)
         own.__enter__()
@@ -251,7 +249,7 @@ class Sampling:
             text = f"a step has {count:,} events of torch's profiler, and there is memory for {most:,}: there are no samples"
             self._say("profiler", text)
         elif count > _MANY:
-            self._has_many, self._lead = True, 1
+            self._lead = 1
             text = f"a step has {count:,} events of torch's profiler: samples are few, and without the sizes of what DDP sends"
             self._say("profiler", text)
 
