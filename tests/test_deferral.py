@@ -326,6 +326,32 @@ def _dies(when: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_rank_dies_and_nobody_asks(closes: bool) -> None:
+    """Gradients were on their way, and no parameter is used again: that some were not stepped is logged."""
+    with (
+        testbed.Testbed(hosts=2, link=testbed.LinkSpec(rate_mbit=20)) as bed,
+        ranks.Ranks(_leaves, count=2, args=(closes,), bed=bed) as job,
+    ):
+        [outcome, _] = job.outcomes(timeout_s=60)
+    assert outcome.ok, str(outcome)
+    assert outcome.output.count("rank 0: the last optimizer.step() has not stepped all parameters") == 1, str(outcome)
+
+
+def _leaves(closes: bool) -> None:
+    dist.init_process_group("penstock")
+    model = nn.Sequential(*(nn.Linear(500, 500) for _ in range(4)))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    reducer = GradientReducer(model, bucket_bytes=40_000, optimizer=sgd)
+    model(torch.ones(1, 500)).sum().backward()
+    sgd.step()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if closes:
+        reducer.close()
+    dist.destroy_process_group()
+
+
 def test_what_cannot_wait() -> None:
     """Is refused, and says why and what to do."""
     ranks.run(_refused, count=1)

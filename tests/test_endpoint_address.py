@@ -63,6 +63,22 @@ def _alone(address: str) -> None:
         client.close()
 
 
+def test_a_server_in_another_life_of_the_job() -> None:
+    """It is not waited for in vain: the error names both lives."""
+    of_rank = {0: {"WHO": "0"}, 1: {"WHO": "1", "TORCHELASTIC_RESTART_COUNT": "1"}}
+    with ranks.Ranks(_in_another_life, count=2, env=_ALONE, env_of_rank=of_rank, args=(_free_address(),)) as job:
+        [client] = job.outcomes(of=[1], timeout_s=60, grace_s=None)
+    assert client.ok, str(client)
+
+
+def _in_another_life(address: str) -> None:
+    if os.environ["WHO"] == "0":
+        with endpoint.serve("far", address=address, secret="of all", requests={"x": bytes}):
+            threading.Event().wait()
+    with pytest.raises(errors.Refused, match="life 0 of the job, and this process in life 1"):
+        endpoint.connect("far", address=address, secret=b"of all", timeout_s=30)
+
+
 def test_a_fork_amid_an_exchange() -> None:
     """A child that is forked while a client comes in has no copy of its connection: if the server died, the client would wait for
     the child."""

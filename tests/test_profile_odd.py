@@ -264,6 +264,21 @@ def test_a_profiler_that_has_stopped_is_followed_by_none_at_once(odd: Any, tmp_p
     assert [sample.step for sample in records[0].samples] == [4, 8]
 
 
+def test_a_record_function_that_spans_samples_holds_the_next_one_up(odd: Any) -> None:
+    """It ends when another profiler would run, and noted its end in memory that was another's."""
+    [record], _ = odd(
+        "import contextlib\n"
+        "for epoch in range(4):\n"
+        "    with torch.profiler.record_function('epoch') if epoch else contextlib.nullcontext():\n"
+        "        for _ in range(3 if epoch == 0 else 4):\n"
+        "            optimizer.zero_grad()\n"
+        "            model(torch.ones(2, 8)).sum().backward()\n"
+        "            optimizer.step()\n"
+    )
+    assert [sample.step for sample in record.samples] == [4]
+    assert [event.text for event in record.events if "record_function" in event.text]
+
+
 def test_an_operation_that_runs_on_after_its_step_keeps_the_profiler(odd: Any) -> None:
     """Until it has ended: there is no sample of that step, and that is told."""
     records, said = odd(

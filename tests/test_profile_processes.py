@@ -433,14 +433,14 @@ def test_samples_that_come_to_nothing_cost_their_share() -> None:
         if sampling.wants(number):
             sampling.step_ended(step, calls)
         else:
-            sampling.passed(step)
+            sampling.passed(5_000_000)
         starts += sampling.is_running and not before
         now_ns += 5_000_000 + time.monotonic_ns() - began_ns
         if sampling.is_running:
             calls.in_flight.add(Endless())
     sampling.abandon()
-    assert starts <= 5, starts
-    assert not [each for each in put if isinstance(each, Sample)]
+    assert 3 <= starts <= 5, starts
+    assert not [each for each in put if isinstance(each, Sample) or "failed" in each.text]
 
 
 def test_a_disk_that_fills_up(tmp_path: pathlib.Path, ran: Any) -> None:

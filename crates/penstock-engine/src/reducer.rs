@@ -74,6 +74,8 @@ struct State {
     places: BTreeMap<usize, (usize, u32)>,
     /// Other ranks have dropped the step, and this rank's pass does not know yet.
     dropped: Option<Failure>,
+    /// Why the last step that is over failed, or was dropped; `None`: it ended well.
+    ended: Option<Failure>,
     /// This rank's pass has raised: the rest of its step is ignored.
     withdrawn: bool,
     /// Buffers for copied buckets, kept from step to step.
@@ -154,6 +156,7 @@ impl Reducer {
             failed: None,
             places: BTreeMap::new(),
             dropped: None,
+            ended: None,
             withdrawn: false,
             spare: Vec::new(),
             residuals,
@@ -276,7 +279,14 @@ impl Reducer {
     /// ranks' passes have ended well then, and no rank drops the step any more; it fails on all ranks or none. Does not block.
     #[must_use]
     pub fn agreed(&self) -> Ticket {
-        let ticket = self.lock().agreed.get_or_insert_default().clone();
+        let mut state = self.lock();
+        if state.flushed.is_none() {
+            // The step is over, perhaps because it was dropped before this rank's pass had ended.
+            let failure = state.failed.as_ref().or(state.ended.as_ref()).cloned();
+            return Ticket::ready(failure.map_or(Ok(()), Err));
+        }
+        let ticket = state.agreed.get_or_insert_default().clone();
+        drop(state);
         self.settle();
         ticket
     }
@@ -504,7 +514,9 @@ impl Reducer {
             return self.0.priority;
         }
         let last = bucket.pieces.iter().map(|piece| piece.index as usize).max().unwrap_or(0);
-        Priority(self.0.priority.0.saturating_add(level(last, self.0.gradients.len())))
+        let (given, spread) = (self.0.priority.0, level(last, self.0.gradients.len()));
+        // What is urgent stays so.
+        Priority(if given < 0 { given.saturating_add(spread).min(-1) } else { given.saturating_add(spread) })
     }
 
     fn call(&self, op: ReduceOp, dtype: DType, bytes: u64, address: *mut u8, priority: Priority) -> Call {
@@ -608,7 +620,8 @@ impl Reducer {
         if !withdrawn && dropped.is_none() {
             state.stats.steps += 1;
         }
-        let result = state.failed.clone().or(dropped).map_or(Ok(()), Err);
+        state.ended = state.failed.clone().or(dropped);
+        let result = state.ended.clone().map_or(Ok(()), Err);
         if state.failed.is_some() {
             // Returns the gradients to their users.
             (0..state.submitted.len() as u32).for_each(|index| state.release(index));

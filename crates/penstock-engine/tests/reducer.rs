@@ -420,7 +420,10 @@ fn withdrawn_in_the_middle() {
             |rank: usize| if raise[rank] { ranks.reducers[rank].withdraw() } else { ranks.reducers[rank].flush() };
         let tickets = [0, 1].map(ends);
         for (rank, ticket) in tickets.iter().enumerate() {
-            match wait(ticket) {
+            let result = wait(ticket);
+            // Also for one that asks when the step is over.
+            assert_eq!(wait(&ranks.reducers[rank].agreed()).is_ok(), raise[rank]);
+            match result {
                 Ok(()) => assert!(raise[rank]),
                 Err(failure) => {
                     assert!(!raise[rank] && failure.group_lives && failure.kind == FailureKind::Mismatch, "{failure}");

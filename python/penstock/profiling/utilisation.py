@@ -265,9 +265,10 @@ def _time_in(record: Record, phase: str | None, interval: Interval, shifts: dict
     """Nanoseconds of an interval that a rank spent in a phase, or without one in waits."""
     shift = shifts.get(record.header.host, 0)
     total = 0
-    for step in record.steps:
-        if step.end_ns + shift <= interval[0] or step.start_ns + shift >= interval[1]:
-            continue
+    first = bisect.bisect_right(record.steps, interval[0] - shift, key=lambda step: step.end_ns)
+    for step in itertools.islice(record.steps, first, None):
+        if step.start_ns + shift >= interval[1]:
+            break
         parts = step.waits if phase is None else [span for span in step.spans if span.phase == phase]
         for part in parts:
             total += max(0, min(part.end_ns + shift, interval[1]) - max(part.start_ns + shift, interval[0]))

@@ -377,6 +377,11 @@ class Client:
             with _store_errors(self.name):
                 contact, answer = self._meet(_keys(_clone(store), self.name), left_s)
             secret = _secret(self.name, answer["secret"], of_job)
+        if (theirs := answer["generation"]) != (ours := self._engine.generation):
+            raise Refused(
+                f"endpoint {self.name} ({_described(contact)}) is in life {theirs} of the job, and this process in life {ours}: "
+                "they cannot connect. Start the server anew with each life (torchrun's restarts, or elastic training)"
+            )
         left_s = max(0.0, until - time.monotonic())
         self._core, welcome = _core.EndpointClient.connect(
             self._engine.core,

@@ -169,15 +169,23 @@ class Deferral:
             if index is None:
                 break
             self.arrive(index)
-        for one in list(self._flushed):
+        flushed, self._flushed[:] = list(self._flushed), []
+        for one in flushed:
             one.wait()
-        self._flushed.clear()
 
     def settle(self) -> None:
-        """Finish, unless the group has failed."""
+        """Finish. If the group has failed, that is logged, since who closes and forks cannot be told otherwise."""
+        is_owed = self._owed is not None
         try:
             self.finish()
-        except PenstockError:
+        except PenstockError as error:
+            if is_owed:
+                log.error(
+                    "rank %d: the last optimizer.step() has not stepped all parameters, since gradients did not arrive: %s. "
+                    "Parameters are of two steps: go on from a checkpoint",
+                    self._rank,
+                    error,
+                )
             self._drop()
 
     def step(self) -> None:

@@ -288,7 +288,8 @@ class GradientReducer(StepChecks):
 
     def apply(self, setting: Setting) -> None:
         """Put a setting in force, on all ranks between the same two steps. Its streams are those to each rank, for everything
-        that this process sends there; a number above those that are open means all of them. Does not block.
+        that this process sends there; a number above those that are open means all of them. With ``optimizer``, waits for
+        gradients that are on their way, as `wait` does.
 
         Raises:
             penstock.errors.Bug: a pass is under way. Nothing has changed.
@@ -296,6 +297,8 @@ class GradientReducer(StepChecks):
         """
         if self._tuning is not None:
             raise ConfigError("a tuner is in charge of this; make the reducer without tune")
+        if self._pass is None:
+            self.wait()
         tuning.apply(self._reducer, setting)
         self._setting = setting
 

@@ -195,13 +195,13 @@ def _issuing(method: Any, name: str, active: Callable[[], Recording | None]) -> 
         if recording is None or recording.calls.is_issuing:
             return method(group, *args, **kwargs)
         calls = recording.calls
-        calls.is_issuing = True
         known = calls.describe(group, operation, recording.phase, recording.marks.is_in("backward"))
         if calls.log is not None:
             known.bytes = _length(args, operation)
             known.peer = _peer(group, args, kwargs) if name in ("send", "recv") else None
         work = None
         try:
+            calls.is_issuing = True
             work = method(group, *args, **kwargs)
         finally:
             calls.is_issuing = False

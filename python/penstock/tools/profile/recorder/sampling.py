@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import statistics
 import time
@@ -173,6 +174,12 @@ class Sampling:
         if _is_used_by_script():
             self.yields()
             return
+        if _spans:
+            # It notes its end in the memory of the profiler under which it began, if any runs then.
+            self._say(
+                "profiler", "a record_function goes on that began in a sample: there are no samples until it has ended"
+            )
+            return
         began_ns = time.monotonic_ns()
         # To ask for CUDA must not start it. What stops the profiler waits for the device first.
         device = "cuda" if torch.cuda.is_initialized() else None
@@ -306,6 +313,8 @@ def _difference(times: Sequence[int], marks: Sequence[tuple[int, int]]) -> tuple
 
 _own: weakref.WeakSet[Any] = weakref.WeakSet()
 _scripts: weakref.WeakSet[Any] = weakref.WeakSet()
+_spans: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Those of `record_function` that began under a profiler and go on."""
 
 
 def _is_used_by_script() -> bool:
@@ -333,3 +342,20 @@ def patch(running: Callable[[], Iterator[Callable[[], None]]]) -> None:
 
     profiler.profile._prepare_trace = prepare_trace
     profiler.profile.__exit__ = exit_trace
+    enter_span, leave_span = profiler.record_function.__enter__, profiler.record_function.__exit__
+
+    # Wrapped, so that TorchScript finds the sources of what it compiles.
+    @functools.wraps(enter_span)
+    def enter(self: Any) -> Any:
+        entered = enter_span(self)
+        if profiler._is_profiler_enabled:
+            _spans.add(self)
+        return entered
+
+    @functools.wraps(leave_span)
+    def leave_with(self: Any, *args: Any) -> Any:
+        _spans.discard(self)
+        return leave_span(self, *args)
+
+    profiler.record_function.__enter__ = enter
+    profiler.record_function.__exit__ = leave_with
