@@ -65,17 +65,12 @@ struct State {
     absent: Vec<bool>,
     /// Rounds and buckets that have not ended: their buffers are in use.
     running: usize,
-    /// Completes when nothing is pending.
-    agreed: Option<Ticket>,
-    /// Completes when nothing is pending or running.
-    flushed: Option<Ticket>,
+    step: Step,
     failed: Option<Failure>,
     /// The memory of submitted gradients: start, and end and index.
     places: BTreeMap<usize, (usize, u32)>,
     /// Other ranks have dropped the step, and this rank's pass does not know yet.
     dropped: Option<Failure>,
-    /// Why the last step that is over failed, or was dropped; `None`: it ended well.
-    ended: Option<Failure>,
     /// This rank's pass has raised: the rest of its step is ignored.
     withdrawn: bool,
     /// Buffers for copied buckets, kept from step to step.
@@ -84,6 +79,17 @@ struct State {
     /// and only that bucket accesses its residual.
     residuals: Vec<Box<[f32]>>,
     stats: ReducerStats,
+}
+
+/// Who waits for the end of a step, and how the last one ended.
+#[derive(Debug, Default)]
+struct Step {
+    /// Completes when nothing is pending.
+    agreed: Option<Ticket>,
+    /// Completes when nothing is pending or running.
+    flushed: Option<Ticket>,
+    /// Why the last step that is over failed, or was dropped; `None`: it ended well.
+    ended: Option<Failure>,
 }
 
 struct Submitted {
@@ -151,12 +157,10 @@ impl Reducer {
             submitted: (0..count).map(|_| None).collect(),
             absent: vec![false; count],
             running: 0,
-            agreed: None,
-            flushed: None,
+            step: Step::default(),
             failed: None,
             places: BTreeMap::new(),
             dropped: None,
-            ended: None,
             withdrawn: false,
             spare: Vec::new(),
             residuals,
@@ -256,7 +260,7 @@ impl Reducer {
         state.readiness.withdraw();
         (state.withdrawn, state.dropped) = (true, None);
         state.give_back();
-        let ticket = state.flushed.get_or_insert_default().clone();
+        let ticket = state.step.flushed.get_or_insert_default().clone();
         drop(state);
         self.advance();
         self.settle();
@@ -268,7 +272,7 @@ impl Reducer {
     pub fn flush(&self) -> Ticket {
         let mut state = self.lock();
         state.readiness.flush();
-        let ticket = state.flushed.get_or_insert_default().clone();
+        let ticket = state.step.flushed.get_or_insert_default().clone();
         drop(state);
         self.advance();
         self.settle();
@@ -280,12 +284,12 @@ impl Reducer {
     #[must_use]
     pub fn agreed(&self) -> Ticket {
         let mut state = self.lock();
-        if state.flushed.is_none() {
+        if state.step.flushed.is_none() {
             // The step is over, perhaps because it was dropped before this rank's pass had ended.
-            let failure = state.failed.as_ref().or(state.ended.as_ref()).cloned();
+            let failure = state.failed.as_ref().or(state.step.ended.as_ref()).cloned();
             return Ticket::ready(failure.map_or(Ok(()), Err));
         }
-        let ticket = state.agreed.get_or_insert_default().clone();
+        let ticket = state.step.agreed.get_or_insert_default().clone();
         drop(state);
         self.settle();
         ticket
@@ -610,18 +614,18 @@ impl Reducer {
         let is_idle = state.running == 0 && is_agreed;
         // A step that fails or is dropped is over when nothing of it is on its way.
         let failure = state.failed.as_ref().or(state.dropped.as_ref()).cloned();
-        if let Some(ticket) = state.agreed.take_if(|_| is_idle || (is_agreed && failure.is_none())) {
+        if let Some(ticket) = state.step.agreed.take_if(|_| is_idle || (is_agreed && failure.is_none())) {
             drop(state);
             ticket.complete(failure.map_or(Ok(()), Err));
             state = self.lock();
         }
-        let Some(ticket) = state.flushed.take_if(|_| is_idle) else { return };
+        let Some(ticket) = state.step.flushed.take_if(|_| is_idle) else { return };
         let (withdrawn, dropped) = (std::mem::take(&mut state.withdrawn), state.dropped.take());
         if !withdrawn && dropped.is_none() {
             state.stats.steps += 1;
         }
-        state.ended = state.failed.clone().or(dropped);
-        let result = state.ended.clone().map_or(Ok(()), Err);
+        state.step.ended = state.failed.clone().or(dropped);
+        let result = state.step.ended.clone().map_or(Ok(()), Err);
         if state.failed.is_some() {
             // Returns the gradients to their users.
             (0..state.submitted.len() as u32).for_each(|index| state.release(index));
