@@ -1092,6 +1092,7 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 wait = "import os, signal; open('ready', 'w').write(str(os.getpid())); signal.pause()"
 with dev.Beside(dev.Tally(), lambda own: dev.run([sys.executable, "-c", wait])):
     print(open("ready").read(), flush=True)
+    sys.stdin.readline()
     {end}
 """
 
@@ -1102,9 +1103,11 @@ def test_dev_leaves_no_part_behind(root: pathlib.Path, tmp_path: pathlib.Path, e
     os.mkfifo(tmp_path / "ready")
     places = {"tests": str(root / "tests"), "scripts": str(root / "scripts"), "root": str(root)}
     program = BESIDE.format(end=end, **places)
-    with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as dev:
-        assert dev.stdout is not None
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, text=True, **pipes) as dev:  # type: ignore[call-overload]
         child = os.pidfd_open(int(dev.stdout.readline()))
+        dev.stdin.write("\n")
+        dev.stdin.flush()
         assert dev.wait(60) != 0
         assert select.select([child], [], [], 60)[0], "the part's child lives"
         os.close(child)

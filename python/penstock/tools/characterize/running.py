@@ -73,7 +73,7 @@ def run(cell: Cell, repeat: int, *, steps: int, seed: int, folder: Path, timeout
     profile = [sys.executable, "-m", "penstock", "profile", "-o", str(records), "--json", str(table), "--", *inner]
     code, said = _finished(profile, environment_of(cell, os.environ), timeout_s)
     if code != 0:
-        raise RunFailed(f"{cell.key} ended with status {code}; it said:\n{said[-3000:]}")
+        raise RunFailed(f"{cell.key} ended with status {code}; it said:\n{said[-_MOST_SAID:]}")
     from penstock.profiling.readers import load
     from penstock.profiling.writers import from_json
 
@@ -100,7 +100,7 @@ def fits(cell: Cell, memory: int, *, seed: int, timeout_s: float) -> bool:
     command = command_of(tried, 2, seed, memory=memory)
     code, said = _finished(command, environment_of(tried, os.environ), timeout_s)
     if code != 0 and '"out_of_memory": true' not in said:
-        raise RunFailed(f"{tried.key} with {memory >> 20} MiB ended with status {code}; it said:\n{said[-3000:]}")
+        raise RunFailed(f"{tried.key} with {memory >> 20} MiB ended with status {code}; it said:\n{said[-_MOST_SAID:]}")
     return code == 0
 
 
@@ -156,3 +156,7 @@ def _mbit(counted: Counter | None, start: int, end: int) -> list[float]:
         return []
     between = [(times[0], times[-1]), *itertools.pairwise(times)]
     return [8e3 * counted.grown(first, last) / (last - first) for first, last in between]
+
+
+_MOST_SAID = 10_000
+"""Characters that are told of what a failed run printed last: torchrun says some thousand below the errors of its ranks."""
