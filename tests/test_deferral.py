@@ -326,6 +326,28 @@ def _dies(when: str) -> None:
     dist.destroy_process_group()
 
 
+def test_buckets_change_between_steps_that_overlap() -> None:
+    """Another bucket size while gradients are on their way: it waits for them."""
+    with testbed.Testbed(hosts=2, link=testbed.LinkSpec(rate_mbit=20)) as bed:
+        assert ranks.run(_changes, count=2, bed=bed) == [True, True]
+
+
+def _changes() -> bool:
+    dist.init_process_group("penstock")
+    model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    reducer = GradientReducer(model, bucket_bytes=40_000, optimizer=sgd)
+    was_late = False
+    for size in (60_000, 80_000):
+        model(torch.ones(1, 300)).sum().backward()
+        sgd.step()
+        was_late |= any(isinstance(one, PendingParameter) for one in model.parameters())
+        reducer.set_bucket_bytes(size)
+        assert reducer.setting.bucket_bytes == size
+    dist.destroy_process_group()
+    return was_late
+
+
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_rank_dies_and_nobody_asks(closes: bool) -> None:
     """Gradients were on their way, and no parameter is used again: that some were not stepped is logged."""

@@ -16,7 +16,6 @@ mod order;
 mod pace;
 mod spec;
 
-use order::level;
 use pace::Pace;
 use spec::check_wire;
 pub use spec::{Gradient, ReducerSpec, ReducerStats, Setting};
@@ -518,9 +517,7 @@ impl Reducer {
             return self.0.priority;
         }
         let last = bucket.pieces.iter().map(|piece| piece.index as usize).max().unwrap_or(0);
-        let (given, spread) = (self.0.priority.0, level(last, self.0.gradients.len()));
-        // What is urgent stays so.
-        Priority(if given < 0 { given.saturating_add(spread).min(-1) } else { given.saturating_add(spread) })
+        order::priority(self.0.priority, last, self.0.gradients.len())
     }
 
     fn call(&self, op: ReduceOp, dtype: DType, bytes: u64, address: *mut u8, priority: Priority) -> Call {

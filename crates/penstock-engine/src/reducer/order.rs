@@ -1,7 +1,16 @@
 //! Which buckets go first, where the last gradients of a pass are needed first.
 
+use penstock_types::Priority;
+
+/// The priority of a bucket whose last gradient is this one of so many, where what is no bucket has the one that is given. What is
+/// urgent (below 0) stays so.
+pub(super) fn priority(given: Priority, last: usize, gradients: usize) -> Priority {
+    let spread = given.0.saturating_add(level(last, gradients));
+    Priority(if given.0 < 0 { spread.min(-1) } else { spread })
+}
+
 /// How much less urgent a bucket is than what is no bucket, if its last gradient is this one of so many: from 1 to `LEVELS`.
-pub(super) fn level(last: usize, gradients: usize) -> i32 {
+fn level(last: usize, gradients: usize) -> i32 {
     1 + (LEVELS * (gradients - 1 - last) / gradients) as i32
 }
 
@@ -11,6 +20,17 @@ const LEVELS: usize = 16;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Priorities at the ends of the range and beside 0 do not overflow, and no bucket of what is urgent ceases to be.
+    #[test]
+    fn what_is_urgent_stays_so() {
+        for given in [i32::MIN, -128, -17, -2, -1, 0, 1, 127, i32::MAX] {
+            for last in 0..100 {
+                let found = priority(Priority(given), last, 100).0;
+                assert!(found >= given && (found < 0) == (given < 0), "{given}, {last}: {found}");
+            }
+        }
+    }
 
     /// The last gradient is the most urgent one, and the first the least; no number of gradients leaves the levels.
     #[test]
