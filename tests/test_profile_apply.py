@@ -136,3 +136,16 @@ def test_ranks_of_other_hosts_are_not_changed_apart(tmp_path: pathlib.Path) -> N
             assert cli._apply(["false"], tmp_path / "profile", records, advice) == 0
             assert b"there were ranks of other hosts" in error.getvalue()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_take_the_second_run_is_refused_first(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before hours of training."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("open('started', 'w')")
+    (tmp_path / "profile-applied").mkdir()
+    (tmp_path / "profile-applied" / "rank-0.jsonl").touch()
+    done = click.testing.CliRunner().invoke(cli.command, ["--apply", "--output", "profile", "script.py"])
+    assert done.exit_code == 1 and "profile-applied holds a profile already" in done.output
+    assert not (tmp_path / "started").exists()

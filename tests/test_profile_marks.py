@@ -280,6 +280,27 @@ def test_an_operation_begins_with_its_launch() -> None:
     ]
 
 
+def test_launches_of_a_batch_have_no_course() -> None:
+    """All of a batch have one, of another name. A later send is issued when it was launched itself, not when the batch was."""
+    calls = [
+        Call("send", "a", 100_000, 110_000, 2, 1, is_batched=True),
+        Call("send", "a", 300_000, 310_000, 2, 1),
+    ]
+    found = sampled(
+        [
+            Seen("c10d::send", 101_000, 109_000),
+            Seen("penstock:coalesced", 120_000, 200_000, is_async=True),
+            Seen("c10d::send", 301_000, 309_000),
+            Seen("penstock:send", 305_000, 400_000, is_async=True),
+        ],
+        calls=calls,
+    )
+    assert [(one.name, one.issued_ns, one.ended_ns) for one in found.operations] == [
+        ("send", 120_000, 200_000),
+        ("send", 301_000, 400_000),
+    ]
+
+
 def test_busy_is_operators_alone() -> None:
     """Of the training thread and of autograd's, joined where little lies between; not what waits or holds others."""
     found = sampled(

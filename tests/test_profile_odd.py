@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 import forked
-from penstock.profiling.record import Event, Header, Record, read
+from penstock.profiling.record import Event, Header, Record, Step, read
 from penstock.tools.profile import run
 from penstock.tools.profile.recorder import recording as recordings
 from penstock.tools.profile.recorder.writer import Writer
 
 HEAD = """
-import os, sys, threading, time
+import contextlib, os, sys, threading, time
 import torch, torch.distributed as dist
 from torch import nn
 torch.set_num_threads(1)
@@ -33,12 +33,12 @@ def step(x=None):
 
 @pytest.fixture
 def odd(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, forks: None) -> Any:
-    def odd(text: str, ranks: int = 0) -> tuple[list[Record], str]:
+    def odd(text: str, ranks: int = 0, code: int = 0) -> tuple[list[Record], str]:
         script, folder = tmp_path / "script.py", tmp_path / "profile"
         script.write_text(HEAD + text)
         folder.mkdir()
         launcher = [*forked.TORCHRUN, f"--nproc-per-node={ranks}"] if ranks else [sys.executable]
-        assert run.run([*launcher, str(script)], folder) == 0
+        assert run.run([*launcher, str(script)], folder) == code
         records = [read(path) for path in sorted(folder.glob("rank-*.jsonl"))]
         return records, "\n".join(run.complaints(folder, records))
 
@@ -145,7 +145,7 @@ def test_a_step_with_more_events_than_memory_is_not_sampled(
     x = torch.ones(4)
     for _ in range(500):
         x.add_(1)
-    one._count(calls)
+    one.step_ended(Step(sampling._PROBE, 0, 1), calls)
     assert not one.is_running
     # Without shapes one step is enough: the profiler starts at the end of the step before the sample.
     assert [number for number in range(2, 8) if one.wants(number)] == ([] if is_off else [3, 7])
@@ -235,7 +235,7 @@ def test_a_profiler_that_has_stopped_is_followed_by_none_at_once(odd: Any, tmp_p
     records, _ = odd(
         "from penstock.tools.profile.recorder import sampling\n"
         "sampling._PROBED_NS = 0\n"
-        "begin, end = sampling.Sampling._start, sampling.Sampling._ended\n"
+        "begin, end = sampling.Sampling._start, sampling.Sampling._stop\n"
         "said = open(__file__ + '.said', 'w')\n"
         "def start(self, target, calls):\n"
         "    print('started for', target, 'after', step, file=said, flush=True)\n"
@@ -243,7 +243,7 @@ def test_a_profiler_that_has_stopped_is_followed_by_none_at_once(odd: Any, tmp_p
         "def stop(self, calls):\n"
         "    print('stopped after', step, file=said, flush=True)\n"
         "    return end(self, calls)\n"
-        "sampling.Sampling._start, sampling.Sampling._ended = start, stop\n"
+        "sampling.Sampling._start, sampling.Sampling._stop = start, stop\n"
         "model = nn.Linear(8, 8)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "for step in range(10):\n"
@@ -266,7 +266,6 @@ def test_a_profiler_that_has_stopped_is_followed_by_none_at_once(odd: Any, tmp_p
 def test_a_record_function_that_spans_samples_holds_the_next_one_up(odd: Any) -> None:
     """It ends when another profiler would run, and noted its end in memory that was another's."""
     [record], _ = odd(
-        "import contextlib\n"
         "for epoch in range(4):\n"
         "    with torch.profiler.record_function('epoch') if epoch else contextlib.nullcontext():\n"
         "        for _ in range(3 if epoch == 0 else 4):\n"
@@ -278,27 +277,142 @@ def test_a_record_function_that_spans_samples_holds_the_next_one_up(odd: Any) ->
     assert [event.text for event in record.events if "record_function" in event.text]
 
 
-def test_an_operation_that_runs_on_after_its_step_keeps_the_profiler(odd: Any) -> None:
-    """Until it has ended: there is no sample of that step, and that is told."""
-    records, said = odd(
+def test_an_operation_that_runs_on_after_its_step(odd: Any) -> None:
+    """The profiler sees nothing else meanwhile, stops when it has ended, and the sample holds it
+    whole."""
+    records, _ = odd(
         "dist.init_process_group('gloo')\n"
         "store = dist.distributed_c10d._get_default_store()\n"
         "x = torch.ones(3)\n"
-        "def issue():\n    return dist.all_reduce(x, async_op=True)\n"
         "for number in range(20):\n"
-        "    if number == 4 and dist.get_rank() == 0:\n        work = issue()\n"
+        "    if number == 4 and dist.get_rank() == 0:\n        work = dist.all_reduce(x, async_op=True)\n"
         "    step()\n"
         "    if number == 4 and dist.get_rank() == 0:\n"
-        "        assert torch.autograd._profiler_enabled()\n        store.set('passed', '1')\n"
-        "    if number == 4 and dist.get_rank() == 1:\n        store.get('passed')\n        work = issue()\n"
+        "        assert torch.autograd._profiler_enabled()\n"
+        "        for _ in range(20_000):\n            x + 1\n"
+        "        store.set('passed', '1')\n"
+        "    if number == 4 and dist.get_rank() == 1:\n"
+        "        store.get('passed')\n        work = dist.all_reduce(x, async_op=True)\n"
         "    if number == 4:\n        work.wait()\n"
         "    if number == 5:\n        assert not torch.autograd._profiler_enabled()\n"
         "assert x.tolist() == [2.0] * 3\n"
         "dist.destroy_process_group()\n",
         ranks=2,
     )
-    assert [[sample.step for sample in record.samples] for record in records] == [[8, 16], [4, 8, 16]]
-    assert "operations of step 4 ran on after it" in said
+    first, second = records
+    assert [[sample.step for sample in record.samples] for record in records] == [[4, 8, 16]] * 2
+    [whole] = first.samples[0].operations
+    assert (whole.name, whole.bytes) == ("all_reduce", 12) and not second.samples[0].operations
+    assert first.steps[4].start_ns <= whole.issued_ns <= first.steps[4].end_ns
+    assert first.steps[5].start_ns <= whole.ended_ns <= first.steps[5].end_ns
+
+
+def test_an_operation_that_never_ends(odd: Any) -> None:
+    """A receive that waits from a sampled step on until the script leaves: the training goes on, without a wait of ours in each
+    step, and what is left of the profiler does not keep the process."""
+    [record, _], _ = odd(
+        "dist.init_process_group('gloo')\n"
+        "for number in range(300):\n"
+        "    if number == 4 and dist.get_rank() == 0:\n        work = dist.irecv(torch.ones(3), 1)\n"
+        "    step()\n"
+        "dist.barrier()\n",
+        ranks=2,
+    )
+    assert len(record.steps) == 300 and not record.samples
+    waited = [span for step in record.steps for span in step.spans if span.phase == "profiler" and step.number > 5]
+    assert sum(span.end_ns - span.start_ns for span in waited) < 1_000_000_000
+
+
+def test_a_functional_collective_that_nobody_waits_for_yet(odd: Any) -> None:
+    """It is launched in C++, and no work of it is seen: the profiler goes on until it was waited for."""
+    records, _ = odd(
+        "import torch.distributed._functional_collectives as functional\n"
+        "dist.init_process_group('gloo')\n"
+        "for number in range(20):\n"
+        "    if number == 4:\n        x = functional.all_reduce(torch.ones(3), 'sum', dist.group.WORLD)\n"
+        "    step()\n"
+        "    if number == 4:\n"
+        "        assert torch.autograd._profiler_enabled()\n"
+        "        assert functional.wait_tensor(x).tolist() == [2.0] * 3\n"
+        "    if number == 5:\n        assert not torch.autograd._profiler_enabled()\n"
+        "dist.destroy_process_group()\n",
+        ranks=2,
+    )
+    assert [[sample.step for sample in record.samples] for record in records] == [[4, 8, 16]] * 2
+
+
+@pytest.mark.parametrize("kind", ["emit_nvtx", "emit_itt"])
+def test_other_profilers_of_torch_go_first(odd: Any, kind: str) -> None:
+    """There can be one at a time, and it is theirs."""
+    [record], said = odd(
+        "torch.cuda.synchronize = lambda: None\n"
+        "for number in range(20):\n"
+        f"    with torch.autograd.profiler.{kind}() if number == 3 else contextlib.nullcontext():\n"
+        "        step()\n"
+    )
+    assert [sample.step for sample in record.samples] == [8, 16]
+    assert "the script runs torch's profiler itself" in said
+
+
+def test_buffers_that_ddp_sends_are_waited_for(odd: Any) -> None:
+    """BatchNorm's, before a forward pass, in C++: where the first rank is late, the second waits in that call, and that is no
+    computing."""
+    records, _ = odd(
+        "dist.init_process_group('gloo')\n"
+        "model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(20):\n"
+        "    if dist.get_rank() == 0:\n        time.sleep(0.02)\n"
+        "    step(torch.rand(4, 8))\n"
+        "dist.destroy_process_group()\n",
+        ranks=2,
+    )
+    waits = [
+        [wait for step in record.steps[2:] for wait in step.waits if wait.operation == "broadcast"]
+        for record in records
+    ]
+    assert [len(each) for each in waits] == [18, 18]
+    waited = sorted(wait.end_ns - wait.start_ns for wait in waits[1])
+    assert waited[9] > 15_000_000 and {wait.group for wait in waits[1]} == {"default"}
+    for sample in records[1].samples:
+        sent = [one for one in sample.operations if one.name == "broadcast"]
+        assert sent and {(one.group, one.purpose, one.ranks) for one in sent} == {("default", "data-parallel sync", 2)}
+
+
+@pytest.mark.parametrize("how", ["torch.multiprocessing", "multiprocessing"])
+def test_what_started_ranks_raise_is_told(odd: Any, how: str) -> None:
+    """It goes to their parent, and no `sys.excepthook` sees it."""
+    begin = {
+        "torch.multiprocessing": "torch.multiprocessing.start_processes(train, nprocs=2, start_method='fork')\n",
+        "multiprocessing": "import multiprocessing\n"
+        "context = multiprocessing.get_context('fork')\n"
+        "both = [context.Process(target=train, args=(rank,)) for rank in range(2)]\n"
+        "for each in both:\n    each.start()\n"
+        "for each in both:\n    each.join()\n"
+        "sys.exit(1)\n",
+    }
+    records, said = odd(
+        "def train(rank):\n"
+        "    dist.init_process_group('gloo', store=dist.FileStore(__file__ + '.store', 2), rank=rank, world_size=2)\n"
+        "    for _ in range(5):\n        step()\n"
+        "    dist.barrier()\n"
+        "    raise ValueError(f'planted on {rank}')\n" + begin[how],
+        code=1,
+    )
+    # torch's parent stops the others once one has failed, maybe before they have written.
+    assert {len(record.steps) for record in records} == {5}
+    told = [f"rank {rank} ended with an exception: ValueError: planted on {rank}" in said for rank in range(2)]
+    assert any(told) if how == "torch.multiprocessing" else all(told), said
+
+
+def test_an_optimizer_for_each_round_is_told(odd: Any) -> None:
+    """Of ten steps each: they are one step of the profile, which says so."""
+    [record], said = odd(
+        "for _ in range(6):\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    for _ in range(10):\n        step()\n"
+    )
+    assert len(record.steps) == 10 and "the last 50 steps of optimizers count as one step" in said
 
 
 def test_ddp_in_a_thread_that_is_not_the_one_that_joined(odd: Any) -> None:

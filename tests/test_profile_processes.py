@@ -10,9 +10,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import forked
 import small_disk
@@ -414,20 +416,21 @@ def test_a_step_that_never_ends_keeps_little(ran: Any) -> None:
     assert "took more than 5 times the usual" in job.said
 
 
-def test_samples_that_come_to_nothing_cost_their_share() -> None:
-    """An operation is in flight at the end of each step, as where gradients arrive in the next forward pass: the profiler waits
-    for it in vain. That counts as cost, so it is tried ever less often: in five of 2,000 steps of 5 ms at the most."""
-    from penstock.tools.profile.recorder.collectives import Calls
-    from penstock.tools.profile.recorder.sampling import Sampling
+class _Work:
+    """Ends when told."""
 
-    class Endless:
-        def is_completed(self) -> bool:
-            return False
+    def __init__(self) -> None:
+        self.has_ended = False
 
-    put: list[Any] = []
-    sampling, calls = Sampling(put.append), Calls()
+    def is_completed(self) -> bool:
+        return self.has_ended
+
+
+def _steps(sampling: Any, calls: Any, count: int, each: Callable[[int], None]) -> int:
+    """Steps of 5 ms and of what sampling takes. Returns for how many of them a profiler started."""
     starts, now_ns = 0, time.monotonic_ns()
-    for number in range(2_000):
+    for number in range(count):
+        each(number)
         step = Step(number, now_ns, now_ns + 5_000_000)
         before, began_ns = sampling.is_running, time.monotonic_ns()
         if sampling.wants(number):
@@ -436,11 +439,46 @@ def test_samples_that_come_to_nothing_cost_their_share() -> None:
             sampling.passed(5_000_000)
         starts += sampling.is_running and not before
         now_ns += 5_000_000 + time.monotonic_ns() - began_ns
-        if sampling.is_running:
-            calls.in_flight.add(Endless())
-    sampling.abandon()
-    assert 3 <= starts <= 5, starts
-    assert not [each for each in put if isinstance(each, Sample) or "failed" in each.text]
+    return starts
+
+
+def test_operations_of_the_step_before_keep_no_sample() -> None:
+    """One is in flight at the end of each step and ends in the next, as where gradients arrive in the next forward pass."""
+    from penstock.tools.profile.recorder.collectives import Calls
+    from penstock.tools.profile.recorder.sampling import Sampling
+
+    put: list[Any] = []
+    sampling, calls, works = Sampling(put.append), Calls(), [_Work()]
+
+    def each(number: int) -> None:
+        if number:
+            works[-1].has_ended = True
+        works.append(_Work())
+        if calls.log is not None:
+            calls.in_flight.add(works[-1])
+
+    _steps(sampling, calls, 30, each)
+    assert [one.step for one in put if isinstance(one, Sample)] == [4, 8, 16]
+    assert not sampling.is_running and not [one for one in put if "failed" in getattr(one, "text", "")]
+
+
+def test_an_operation_that_never_ends_is_waited_for_once() -> None:
+    """The profiler is paused from then on: later steps cost nothing, and there is no other sample, until the script wants a
+    profiler of its own."""
+    from penstock.tools.profile.recorder.collectives import Calls
+    from penstock.tools.profile.recorder.sampling import Sampling
+
+    put: list[Any] = []
+    sampling, calls = Sampling(put.append), Calls()
+    began = time.thread_time()
+    starts = _steps(sampling, calls, 2_000, lambda number: calls.in_flight.add(_Work()) if number == 4 else None)
+    took = time.thread_time() - began
+    assert starts == 1 and sampling.is_running and torch.autograd._profiler_enabled() and took < 2
+    sampling.yields(calls)
+    assert not sampling.is_running and not [each for each in put if isinstance(each, Sample) or "failed" in each.text]
+    with torch.autograd.profiler.profile() as own:
+        torch.ones(3) + 1
+    assert any(event.name == "aten::add" for event in own.function_events)
 
 
 def test_a_disk_that_fills_up(tmp_path: pathlib.Path, ran: Any) -> None:

@@ -117,7 +117,7 @@ def test_steps_follow_each_other_and_hold_their_spans(profiled: Any) -> None:
 def test_a_clock_that_jumps_within_a_sample_is_seen() -> None:
     """By the narrowest of the marks at both ends, a second apart, the profiler's clock is 5e17 ns ahead: a drift of 1.5 ms is
     followed, with 3 ms one of the two has jumped."""
-    from penstock.tools.profile.recorder import sampling  # brings torch
+    from penstock.tools.profile.recorder import profiler
 
     began = [(1_000, 9_000), (20_000, 20_200), (30_000, 39_000)]
     ended = [(before + 10**9, after + 10**9) for before, after in began]
@@ -128,11 +128,11 @@ def test_a_clock_that_jumps_within_a_sample_is_seen() -> None:
         return seen + [at + 10**9 + jump_ns for at in seen]
 
     for jump_ns in (0, 1_500_000):
-        clock = sampling._clock(times(jump_ns), began, ended)
+        clock = profiler._clock(times(jump_ns), began, ended)
         assert clock is not None
         assert [clock(at) for at in (times(jump_ns)[1], times(jump_ns)[4])] == [20_000, 20_000 + 10**9]
-    assert sampling._clock(times(3_000_000), began, ended) is None
-    assert sampling._clock(times(0)[1:], began, ended) is None
+    assert profiler._clock(times(3_000_000), began, ended) is None
+    assert profiler._clock(times(0)[1:], began, ended) is None
 
 
 @pytest.mark.parametrize("backend", ["gloo", "penstock"])

@@ -85,6 +85,7 @@ def command(
             except OSError as error:
                 raise click.ClickException(f"cannot write {path}: {error.strerror}") from error
         folder = run.fresh_folder(output)
+        again = run.fresh_folder(folder.with_name(f"{folder.name}-applied")) if applied else None
     except PenstockError as error:
         raise click.ClickException(str(error)) from error
     try:
@@ -99,17 +100,28 @@ def command(
             click.echo(f"penstock profile: {text}", err=True)
         if records:
             click.echo(f"the records are in {folder} (penstock profile --read {folder})")
-        elif output is None and folder.exists() and not any(folder.iterdir()):
-            folder.rmdir()
-        if applied and code == 0 and advice is not None:
-            code = _apply(started, folder, records, advice)
+        elif output is None:
+            _remove_empty(folder)
+        if again is not None and code == 0 and advice is not None:
+            code = _apply(started, again, records, advice)
+        if again is not None:
+            _remove_empty(again)
     except (PenstockError, OSError) as error:
         click.echo(f"penstock profile: {error}", err=True)
     sys.exit(code)
 
 
-def _apply(command: Sequence[str], folder: Path, records: Sequence[Record], advice: Advice) -> int:
-    """Run the command with the best change that needs no change of the script. Returns its exit code."""
+def _remove_empty(folder: Path) -> None:
+    if folder.exists() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _apply(command: Sequence[str], again: Path, records: Sequence[Record], advice: Advice) -> int:
+    """Run the command with the best change that needs no change of the script. Returns its exit code.
+
+    Args:
+        again: the folder of the records.
+    """
     best = advice.first
     if best is None:
         click.echo("penstock profile: no change that --apply can make would make a step shorter by 1 %", err=True)
@@ -119,7 +131,6 @@ def _apply(command: Sequence[str], folder: Path, records: Sequence[Record], advi
         click.echo(f"penstock profile: {text}: {best.change}, by {best.how}", err=True)
         return 0
     click.echo(f"again, with {best.change} ({best.how}) ...")
-    again = run.fresh_folder(folder.with_name(f"{folder.name}-applied"))
     code = run.run(command, again, best.settings)
     not_made = run.not_made(again, best.settings)
     found = _load(again)

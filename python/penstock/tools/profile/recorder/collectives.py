@@ -111,6 +111,7 @@ class Calls:
     def start(self) -> None:
         """Keep the calls, for a sample."""
         self.log, self.hints = [], []
+        self.in_flight.begin()
 
     def stop(self) -> tuple[list[Call], list[Call]]:
         """Calls, and looked up groups."""
@@ -177,6 +178,7 @@ def patch(active: Callable[[], Recording | None], joined: Callable[[int, int, st
     _patch_wait(torch.futures.Future, active)
     _patch_init(joined)
     _patch_ddp()
+    _patch_buffers(active)
 
 
 def rebind(name: str, original: Any, changed: Any) -> None:
@@ -370,6 +372,29 @@ def _patch_ddp() -> None:
         _reducers[:] = [each for each in _reducers if each() is not None] + [weakref.ref(self)]
 
     DistributedDataParallel.__init__ = build
+
+
+def _patch_buffers(active: Callable[[], Recording | None]) -> None:
+    """DDP sends a model's buffers, such as those of BatchNorm, before a forward pass, and waits for them, all in C++."""
+    original = getattr(dist, "_broadcast_coalesced", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def broadcast(group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        recording = active()
+        if recording is None:
+            return original(group, tensors, *args, **kwargs)
+        known = recording.calls.describe(group, "broadcast", recording.phase, is_within=False)
+        known.purpose, known.bytes = "data-parallel sync", _size(tensors)
+        try:
+            return original(group, tensors, *args, **kwargs)
+        finally:
+            recording.calls.issued(known, None)
+            known.waited_ns = known.end_ns
+            recording.marks.wait(known.start_ns, known.end_ns, known.operation, known.group)
+
+    dist._broadcast_coalesced = broadcast
 
 
 def _length(args: tuple[Any, ...], operation: str) -> int:

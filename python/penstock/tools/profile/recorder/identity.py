@@ -38,6 +38,8 @@ class Identity:
         self.about: dict[str, Any] = {}
 
     def joined(self, rank: int, world: int, backend: str) -> None:
+        if self.world == 1:  # no launcher has said anything, so they may all be here
+            self.here = world
         self.rank, self.world = rank, world
         self.about["backend"] = backend
 

@@ -12,6 +12,7 @@ import functools
 import importlib.abc
 import importlib.util
 import multiprocessing
+import multiprocessing.process
 import multiprocessing.util
 import os
 import sys
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-from penstock.tools.profile.recorder import changes, collectives, sampling
+from penstock.tools.profile.recorder import changes, collectives, profiler
 from penstock.tools.profile.recorder.errors import is_of_script
 from penstock.tools.profile.recorder.identity import Identity
 from penstock.tools.profile.recorder.recording import MAYBE, PROFILED, Recording
@@ -75,7 +76,8 @@ def _patch() -> None:
     _patch_optimizers()
     _patch_functions()
     _patch_loader()
-    sampling.patch(_running_sample)
+    _patch_processes()
+    profiler.patch(_running_sample)
     changes.make()
     if torch.distributed.is_available():
         collectives.patch(_active, _joined)
@@ -225,8 +227,7 @@ def _end() -> None:
 def _running_sample() -> Iterator[Callable[[], None]]:
     recording = _active()
     if recording is not None and recording.sampling.is_running:
-        recording.sampling.yields()
-        yield functools.partial(recording.sampling.abandon, recording.calls)
+        yield functools.partial(recording.sampling.yields, recording.calls)
 
 
 # ----------------------------------------------------------------------------------------------------------- marks
@@ -416,6 +417,34 @@ def _patch_loader() -> None:
 
     loading(dataloader._BaseDataLoaderIter.__next__, dataloader._BaseDataLoaderIter)
     loading(DataLoader.__iter__, DataLoader)
+
+
+def _patch_processes() -> None:
+    """What a rank raises that multiprocessing, or `torch.multiprocessing.spawn`, has started, it tells its parent and no
+    `sys.excepthook`."""
+    run = multiprocessing.process.BaseProcess.run
+    multiprocessing.process.BaseProcess.run = _telling(run)  # type: ignore[method-assign]
+    spawn: Any = sys.modules["torch.multiprocessing.spawn"]  # a function hides it
+    wrap = spawn._wrap
+
+    @functools.wraps(wrap)
+    def wrap_telling(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrap(_telling(function), *args, **kwargs)
+
+    spawn._wrap = wrap_telling
+
+
+def _telling(function: Any) -> Any:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if _state.recording is not None:
+                _state.recording.failed(error)
+            raise
+
+    return run
 
 
 def _examples(batch: Any, depth: int = 3) -> int:

@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Iterations"]
+__all__ = ["PATIENCE", "Iterations"]
 
-_PATIENCE = 16
+PATIENCE = 16
 """Steps of another optimizer without one of the first, after which the other is the first."""
 _MOST_OTHERS = 1024
 """The same of all others together."""
@@ -22,7 +22,8 @@ class Iterations:
         self._first: Any = None
         self._others: dict[int, tuple[Callable[[], Any], int]] = {}
         """By identity: the others, and how often each has stepped since the first one did."""
-        self._total = 0
+        self.since = 0
+        """Steps of others since the last that ended an iteration."""
         self.steps = 0
         """Of all optimizers."""
 
@@ -35,12 +36,12 @@ class Iterations:
             # each rank for itself, so that does not count. Where each is new, as those of inner loops are, none steps often.
             known, count = self._others.get(id(optimizer), (None, 0))
             self._others[id(optimizer)] = _reference(optimizer), 1 + (count if known and known() is optimizer else 0)
-            self._total += 1
-            if self._first is not None and self._others[id(optimizer)][1] < _PATIENCE and self._total < _MOST_OTHERS:
+            self.since += 1
+            if self._first is not None and self._others[id(optimizer)][1] < PATIENCE and self.since < _MOST_OTHERS:
                 return False
             self._first = _reference(optimizer)
         self._others.clear()
-        self._total = 0
+        self.since = 0
         return True
 
 

@@ -78,7 +78,6 @@ class _Launch:
     name: str
     start_ns: int
     end_ns: int = 0
-    is_matched: bool = False
 
 
 class _Course(NamedTuple):
@@ -206,10 +205,6 @@ def _merged(intervals: Iterable[Interval], window: Window, apart_ns: int) -> lis
 
 
 def _operations(window: Window, launches: list[_Launch], courses: list[_Course]) -> Iterable[Operation]:
-    launches.sort(key=lambda each: each.start_ns)
-    waiting: dict[str, collections.deque[_Launch]] = collections.defaultdict(collections.deque)
-    for launch in launches:
-        waiting[launch.name].append(launch)
     found: list[tuple[_Course, Call]] = []
     calls = sorted(window.calls, key=lambda call: call.start_ns)
     starts = [call.start_ns for call in calls]
@@ -227,6 +222,12 @@ def _operations(window: Window, launches: list[_Launch], courses: list[_Course])
         index = bisect.bisect_right(starts, at_ns) - 1
         return next((call for call in reversed(calls[max(0, index - 8) : index + 1]) if at_ns <= call.end_ns), None)
 
+    launches.sort(key=lambda each: each.start_ns)
+    waiting: dict[str, collections.deque[_Launch]] = collections.defaultdict(collections.deque)
+    for launch in launches:
+        launcher = called(launch.name, launch.start_ns)
+        if launcher is None or not launcher.is_batched:  # a batch has one course, of another name
+            waiting[launch.name].append(launch)
     batches: list[tuple[int, int]] = []
     for course in sorted(courses, key=lambda course: course.issued_ns):
         name, issued_ns, end_ns, length, element, launched_ns = course
@@ -244,9 +245,7 @@ def _operations(window: Window, launches: list[_Launch], courses: list[_Course])
             continue
         queue = waiting[name]
         if queue and queue[0].start_ns <= start_ns:
-            launch = queue.popleft()
-            launch.is_matched = True
-            issued_ns = launch.start_ns
+            issued_ns = queue.popleft().start_ns
         call = called(name, issued_ns) or _unnamed(window, name, issued_ns)
         # A course's end is written by the backend's thread, which may come after whoever waited for the operation.
         ended_ns = min(end_ns, call.waited_ns) if call.waited_ns > issued_ns else end_ns

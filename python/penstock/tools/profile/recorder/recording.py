@@ -21,7 +21,7 @@ from penstock.tools.profile.recorder.collectives import Calls
 from penstock.tools.profile.recorder.conversion import costs
 from penstock.tools.profile.recorder.counters import Counters, of_engine
 from penstock.tools.profile.recorder.identity import Identity, make_room
-from penstock.tools.profile.recorder.iterations import Iterations
+from penstock.tools.profile.recorder.iterations import PATIENCE, Iterations
 from penstock.tools.profile.recorder.journal import Journal
 from penstock.tools.profile.recorder.marks import MOST_MARKS
 from penstock.tools.profile.recorder.optimizers import Optimizers, is_within
@@ -37,6 +37,11 @@ MAYBE = "maybe"
 
 _UNDECIDED_S = 5.0
 """After which the host's counters are read although nothing was trained: the script only evaluates, most likely."""
+
+_OPTIMIZERS = (
+    "the last {} steps of optimizers count as one step: a step ends with the optimizer that stepped first, and where the script "
+    "makes a new one each round, none of them steps 16 times. Make it once, and keep it"
+)
 
 _MOST_EVENTS = 100
 """Of a kind. A script may fork for each epoch and save for each step."""
@@ -191,14 +196,20 @@ class Recording:
         if self.marks.has_ended:
             self._settle(now_ns)
         self._read_engine()
+        if self.iterations.since >= PATIENCE:
+            self.leaves_out(_OPTIMIZERS.format(self.iterations.since))
         error = getattr(sys, "last_value", None)
         if error is not None:
-            self.event("exception", f"{type(error).__name__}: {error}")
+            self.failed(error)
         self.event("end")
         self._is_over = True
         if not self.is_rank and self._has_child():
             self.writer.drop()
         self.writer.close()
+
+    def failed(self, error: BaseException) -> None:
+        """The script does, or the function of it that this process runs."""
+        self.event("exception", f"{type(error).__name__}: {error}")
 
     def _has_child(self) -> bool:
         """Whether a rank of this number has begun since."""

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
+import dataclasses
 import os
 import statistics
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
-from torch.autograd import profiler
 
 from penstock.profiling.phases import phases
 from penstock.profiling.record import Event, Sample, Step
 from penstock.tools.profile.recorder.collectives import Calls
 from penstock.tools.profile.recorder.errors import is_of_script
 from penstock.tools.profile.recorder.kineto import Call, Window, sample
+from penstock.tools.profile.recorder.profiler import Profiler, goes_on, is_used_by_script
 from penstock.tools.profile.recorder.reductions import reductions
-from penstock.tools.profile.recorder.settling import InFlight, settled
+from penstock.tools.profile.recorder.settling import settled
 
-__all__ = ["Sampling", "patch"]
+__all__ = ["Sampling"]
 
 EARLY = (4, 8, 16)
 """Steps that are sampled whatever it costs, so that a short run has three samples."""
+
+_ODD = 21
+"""Of what samples are modulo their distance: what a script does in each 10th, 32nd or 100th step is in none of them."""
 
 SHARE = 0.01
 """Of the time that samples may cost."""
@@ -38,7 +38,7 @@ _LEAD = 2
 """Steps for which the profiler runs: the last is the sample, and the first has the profiler's own beginnings."""
 
 _PATIENCE_S, _LAST_PATIENCE_S = 0.2, 2.0
-"""For operations that were issued while the profiler ran."""
+"""For operations that were issued while the profiler ran: at the end of a step, and where it must stop."""
 _LONG, _LEAST_NS, _NEVER = 5, 200_000_000, 1 << 63
 
 _MANY = 100_000
@@ -47,28 +47,35 @@ _MOST, _EVENT_BYTES, _MEMORY_SHARE = 2_000_000, 1800, 4
 """Without shapes: 10^6 took 1.75 GB when they had been read. They may take a fourth of the memory that is free."""
 _PROBED_NS = 300_000_000
 """A step that is shorter has no more than about 150,000 events: 10^6 take 2 s."""
-_MOST_DRIFT_NS = 1_000_000
-_MARK = "penstock.profile"
-_MARKS = 3
-"""At each end of a sample. The narrowest tells the difference of the clocks best."""
+_YIELDS = "the script runs torch's profiler itself: there are no samples while it does"
+
+
+@dataclasses.dataclass
+class _Over:
+    """A step that was sampled."""
+
+    step: Step
+    log: list[Call]
+    hints: list[Call]
 
 
 class Sampling:
     """Decides which steps are samples, and runs the profiler in them.
 
-    The distance between samples is a power of two, and samples are its multiples. Each rank finds its own distance from what
-    samples cost it. Where ranks differ, the rank with the longer distance samples some of the steps of the other, so that
-    nothing need be agreed.
+    The distance between samples is a power of two, and samples are `_ODD` behind its multiples. Each rank finds its own distance
+    from what samples cost it. Where ranks differ, the rank with the longer distance samples some of the steps of the other, so
+    that nothing need be agreed.
     """
 
     def __init__(self, put: Callable[[Sample | Event], None]) -> None:
         self._put = put
         self.distance = 2 * EARLY[-1]
         self._told = 0
-        self._profile: Any = None
-        self._target = self._wanted = 0
-        """The step at whose end the profiler is to stop, and the one that is the sample."""
-        self._began: list[tuple[int, int]] = []
+        self._profiler: Profiler | None = None
+        self._target = 0
+        """The step that is the sample, or is to be, at whose end the profiler stops."""
+        self._over: _Over | None = None
+        """That step, while the profiler waits for what is in flight."""
         self._costs: collections.deque[int] = collections.deque(maxlen=3)
         self._cost = 0
         """Of the sample that runs, so far."""
@@ -85,13 +92,13 @@ class Sampling:
 
     @property
     def is_running(self) -> bool:
-        return self._profile is not None
+        return self._profiler is not None
 
     def wants(self, number: int) -> bool:
         """Whether there is something to do at the end of that step."""
-        if self._is_off or self._profile is not None:
-            return not self._is_off
-        return number == _PROBE - 1 or self._begins(number) is not None
+        if self._profiler is not None:
+            return True
+        return not self._is_off and (number == _PROBE - 1 or self._begins(number) is not None)
 
     def step_ended(self, step: Step, calls: Calls) -> None:
         """Start or stop what is due. Whatever is wrong with the profiler, or with us, the training goes on."""
@@ -99,11 +106,12 @@ class Sampling:
         try:
             # One that has stopped is followed by none at once: what it has seen begin, as the optimizer's step around this call,
             # notes its end in memory that is gone, if any profiler runs by then.
-            if self.is_running and self._wanted == _PROBE:
-                self._count(calls)
-            elif self.is_running:
-                if step.number >= self._target:
-                    self._stop(step, calls)
+            if self._profiler is not None:
+                if self._profiler.is_paused:
+                    if calls.in_flight.is_empty():
+                        self._finish(calls)
+                elif step.number >= self._target:
+                    self._step_ended(self._profiler, step, calls)
             elif step.number == _PROBE - 1 and step.end_ns - step.start_ns >= _PROBED_NS:
                 self._start(_PROBE, calls)
             elif (target := self._begins(step.number)) is not None:
@@ -114,53 +122,47 @@ class Sampling:
             if is_of_script(error):
                 raise
             self._is_off = True
-            self._say(
-                "profiler", f"torch's profiler failed, so there are no more samples: {type(error).__name__}: {error}"
-            )
+            self._say(f"torch's profiler failed, so there are no more samples: {type(error).__name__}: {error}")
 
     def passed(self, duration_ns: int) -> None:
         """A step of that length has ended."""
-        if self._profile is not None:
+        if self._profiler is not None and not self._profiler.is_paused:
             usual = statistics.median(self._plain) if self._plain else duration_ns
             self._cost += max(0, round(duration_ns - usual))
         elif self._is_plain:
             self._plain.append(duration_ns)
         self._is_plain = True
 
-    def abandon(self, calls: Calls | None = None) -> None:
-        """The script starts torch's profiler itself, or ends."""
-        own, self._profile = self._profile, None
-        self.until_ns = _NEVER
-        if calls is not None:
+    def abandon(self, calls: Calls) -> None:
+        """Make nothing of what the profiler has seen. It stops once nothing is in flight, which may be later."""
+        if self._profiler is not None:
+            self._over = None
             calls.stop()
-        if own is not None:
-            settled(self._in_flight(calls), _LAST_PATIENCE_S)
-            with contextlib.suppress(Exception):
-                own.__exit__(None, None, None)
-        if calls is not None:
-            calls.in_flight.clear()
+            self._pause(self._profiler)
+            self._finish(calls)
 
-    @staticmethod
-    def _in_flight(calls: Calls | None) -> InFlight:
-        return InFlight() if calls is None else calls.in_flight
+    def yields(self, calls: Calls) -> None:
+        """There can be one profiler, and the script starts its own."""
+        if self._profiler is not None:
+            self._say(_YIELDS)
+            self.abandon(calls)
+        if self._profiler is not None:
+            settled(calls.in_flight, _LAST_PATIENCE_S)
+            self._stop(calls)
 
     def give_up(self, why: str, calls: Calls) -> None:
         self.abandon(calls)
         self._is_plain = False
         self.distance = min(2 * self.distance, 1 << 40)  # it has cost something, and brought nothing
-        self._say("profiler", why)
+        self._say(why)
 
     def too_long(self, calls: Calls) -> None:
         self.give_up(f"a sampled step took more than {_LONG} times the usual, so that there is no sample of it", calls)
 
-    def yields(self) -> None:
-        """There can be one profiler, and the script's goes first."""
-        self._say("profiler", "the script runs torch's profiler itself: there are no samples while it does")
-
-    def _say(self, kind: str, text: str) -> None:
+    def _say(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            self._put(Event(time.monotonic_ns(), kind, text))
+            self._put(Event(time.monotonic_ns(), "profiler", text))
 
     def _begins(self, number: int) -> int | None:
         """The sample for which the profiler starts at the end of that step."""
@@ -168,97 +170,95 @@ class Sampling:
         return target if self._is_sample(target) else None
 
     def _is_sample(self, number: int) -> bool:
-        return number in EARLY or (number > EARLY[-1] and number % self.distance == 0)
+        return number in EARLY or (number >= 2 * EARLY[-1] and number % self.distance == _ODD)
 
     def _start(self, target: int, calls: Calls) -> None:
-        if _is_used_by_script():
-            self.yields()
+        if is_used_by_script():
+            self._say(_YIELDS)
             return
-        if _spans:
-            # It notes its end in the memory of the profiler under which it began, if any runs then.
-            self._say(
-                "profiler", "a record_function goes on that began in a sample: there are no samples until it has ended"
-            )
+        if goes_on():
+            self._say("a record_function goes on that began in a sample: there are no samples until it has ended")
             return
         began_ns = time.monotonic_ns()
-        # To ask for CUDA must not start it. What stops the profiler waits for the device first.
-        device = "cuda" if torch.cuda.is_initialized() else None
-        shapes = target != _PROBE and self._lead == _LEAD
-        own = profiler.profile(use_kineto=True, record_shapes=shapes, use_device=device)
-        _own.add(own)
-        own.__enter__()
-        self._profile, self._target, self._wanted = own, target, target
+        self._profiler, self._target = Profiler(shapes=target != _PROBE and self._lead == _LEAD), target
         usual_ns = round(statistics.median(self._plain)) if self._plain else 0
         self.until_ns = began_ns + max(_LEAST_NS, _LEAD * _LONG * usual_ns)
         calls.start()
-        self._began = [_mark() for _ in range(_MARKS)]
         self._cost = time.monotonic_ns() - began_ns
 
-    def _stop(self, step: Step, calls: Calls) -> None:
+    def _step_ended(self, profiler: Profiler, step: Step, calls: Calls) -> None:
+        """The sampled one."""
         began_ns = time.monotonic_ns()
-        ended = [_mark() for _ in range(_MARKS)]
-        if not settled(calls.in_flight, _PATIENCE_S) and began_ns < self.until_ns:
-            # What is in flight is waited for in a later step. This one was not sampled.
-            self._say("profiler", f"operations of step {step.number} ran on after it, so that there is no sample of it")
-            self._target = step.number + 1
-            calls.start()
+        profiler.step_ended()
+        self._over = _Over(step, *calls.stop())
+        self._pause(profiler)
+        self._cost += time.monotonic_ns() - began_ns
+        self._finish(calls)
+
+    def _pause(self, profiler: Profiler) -> None:
+        profiler.pause()
+        self.until_ns = _NEVER
+
+    def _finish(self, calls: Calls) -> None:
+        """Stop the profiler, and read what it saw, unless something of it is in flight for longer: then at the end of a later
+        step."""
+        began_ns = time.monotonic_ns()
+        self._is_plain = False  # the next step holds what this takes
+        if not settled(calls.in_flight, _PATIENCE_S):
             return
-        log, hints = calls.stop()
-        own = self._ended(calls)
-        if step.number == self._wanted:
-            self._read(own, step, calls, log, hints, ended)
+        (profiler, events), over = self._stop(calls), self._over
+        self._over = None
+        if over is None:
+            return
+        if over.step.number == _PROBE:
+            self._count(len(events))
+            return
+        self._read(profiler, events, over, calls)
         self._cost += time.monotonic_ns() - began_ns
         self._costs.append(self._cost)
-        self._is_plain = False  # the next step holds what this took
         self.distance = _distance(self._costs, self._plain)
-        if step.number >= EARLY[-1] and self.distance != self._told and self._plain:
+        if over.step.number >= EARLY[-1] and self.distance != self._told and self._plain:
             self._told = self.distance
             cost, usual = statistics.median(self._costs), statistics.median(self._plain)
             text = f"every {self.distance} steps from here on: a sample costs {cost / 1e6:.1f} ms, a step takes {usual / 1e6:.1f}"
             self._put(Event(time.monotonic_ns(), "samples", text))
 
-    def _read(
-        self, own: Any, step: Step, calls: Calls, log: list[Call], hints: list[Call], ended: Sequence[tuple[int, int]]
-    ) -> None:
+    def _stop(self, calls: Calls) -> tuple[Profiler, Any]:
+        """The profiler that ran, and its events."""
+        assert self._profiler is not None
+        profiler, self._profiler = self._profiler, None
+        calls.in_flight.clear()
+        return profiler, profiler.stop()
+
+    def _read(self, profiler: Profiler, events: Any, over: _Over, calls: Calls) -> None:
         """Write down what the profiler saw."""
-        events = own.kineto_results.events()
-        times, thread = _times(events)
-        clock = _clock(times, self._began, ended)
+        step = over.step
+        clock, thread = profiler.clock(events)
         if clock is None:
             text = f"the clocks differ by another time at the end of step {step.number} than at its start: no sample"
             self._put(Event(time.monotonic_ns(), "clock", text))
         else:
             backward = [(span.start_ns, span.end_ns) for span in step.spans if span.phase == "backward"]
-            log += reductions(step.start_ns, calls.label)
-            known = calls.reducers(), hints, calls.default()
+            log = over.log + reductions(step.start_ns, calls.label)
+            known = calls.reducers(), over.hints, calls.default()
             window = Window(step.number, step.start_ns, step.end_ns, log, backward, *known, phases(step))
             self._put(sample(events, window, clock, thread))
 
-    def _ended(self, calls: Calls) -> Any:
-        """The profiler that ran, whose operations have ended."""
-        own, self._profile = self._profile, None
-        self.until_ns = _NEVER
-        own.__exit__(None, None, None)
-        calls.in_flight.clear()
-        return own
-
-    def _count(self, calls: Calls) -> None:
+    def _count(self, events: int) -> None:
         """Before the first sample of long steps: how many events a step has. If it can be sampled in part only, or not at all,
         that is said."""
-        if not settled(calls.in_flight, _PATIENCE_S):
-            return  # at the end of a later step: what is in flight writes into the profiler's memory
-        calls.stop()
-        count = len(self._ended(calls).kineto_results.events())
-        self._is_plain, self._was_probed = False, True
+        self._was_probed = True
         most = min(_MOST, _free_bytes() // (_MEMORY_SHARE * _EVENT_BYTES))
-        if count > most:
+        if events > most:
             self._is_off = True
-            text = f"a step has {count:,} events of torch's profiler, and there is memory for {most:,}: there are no samples"
-            self._say("profiler", text)
-        elif count > _MANY:
+            self._say(
+                f"a step has {events:,} events of torch's profiler, and there is memory for {most:,}: there are no samples"
+            )
+        elif events > _MANY:
             self._lead = 1
-            text = f"a step has {count:,} events of torch's profiler: samples are few, and without the sizes of what DDP sends"
-            self._say("profiler", text)
+            self._say(
+                f"a step has {events:,} events of torch's profiler: samples are few, and without the sizes of what DDP sends"
+            )
 
 
 def _free_bytes() -> int:
@@ -275,87 +275,3 @@ def _distance(costs: Sequence[int], plain: Sequence[int]) -> int:
     usual = statistics.median(plain) if plain else 0
     wanted = statistics.median(costs) / (SHARE * usual) if usual else 0
     return max(2 * EARLY[-1], 1 << max(0, int(min(wanted, 1 << 40)) - 1).bit_length())
-
-
-def _mark() -> tuple[int, int]:
-    before_ns = time.monotonic_ns()
-    with profiler.record_function(_MARK):
-        pass
-    return before_ns, time.monotonic_ns()
-
-
-def _times(events: Sequence[Any]) -> tuple[list[int], int | None]:
-    """When the profiler saw the marks, by its clock, and what number it gives this thread."""
-    marks = [event for event in events if event.name() == _MARK]
-    return sorted(mark.start_ns() for mark in marks), marks[0].start_thread_id() if marks else None
-
-
-def _clock(
-    times: Sequence[int], began: Sequence[tuple[int, int]], ended: Sequence[tuple[int, int]]
-) -> Callable[[int], int] | None:
-    """From the profiler's time to the monotonic clock; None if one of the two has jumped."""
-    if len(times) != len(began) + len(ended):
-        return None
-    first, last = _difference(times[: len(began)], began), _difference(times[len(began) :], ended)
-    length = max(1, last[0] - first[0])
-    if abs(last[1] - first[1]) > _MOST_DRIFT_NS + length // 1000:
-        return None
-    return lambda at_ns: at_ns - first[1] - (last[1] - first[1]) * (at_ns - first[0]) // length
-
-
-def _difference(times: Sequence[int], marks: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The profiler's time at one mark, and by how much it is ahead of the monotonic clock."""
-    at, (before_ns, _) = min(zip(times, marks, strict=True), key=lambda pair: pair[1][1] - pair[1][0])
-    return at, at - before_ns
-
-
-# ------------------------------------------------------------------------------------------- the script's own profiler
-
-_own: weakref.WeakSet[Any] = weakref.WeakSet()
-_scripts: weakref.WeakSet[Any] = weakref.WeakSet()
-_spans: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Those of `record_function` that began under a profiler and go on."""
-
-
-def _is_used_by_script() -> bool:
-    return bool(_scripts) or profiler._is_profiler_enabled or bool(torch.autograd._profiler_enabled())
-
-
-def patch(running: Callable[[], Iterator[Callable[[], None]]]) -> None:
-    """Let a profiler of the script end the sample that runs: there can be only one.
-
-    Args:
-        running: gives what ends the sample of this process, if one runs.
-    """
-    prepare, leave = profiler.profile._prepare_trace, profiler.profile.__exit__
-
-    def prepare_trace(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self not in _own:
-            _scripts.add(self)
-            for abandon in running():
-                abandon()
-        return prepare(self, *args, **kwargs)
-
-    def exit_trace(self: Any, *args: Any) -> Any:
-        _scripts.discard(self)
-        return leave(self, *args)
-
-    profiler.profile._prepare_trace = prepare_trace
-    profiler.profile.__exit__ = exit_trace
-    enter_span, leave_span = profiler.record_function.__enter__, profiler.record_function.__exit__
-
-    # Wrapped, so that TorchScript finds the sources of what it compiles.
-    @functools.wraps(enter_span)
-    def enter(self: Any) -> Any:
-        entered = enter_span(self)
-        if profiler._is_profiler_enabled:
-            _spans.add(self)
-        return entered
-
-    @functools.wraps(leave_span)
-    def leave_with(self: Any, *args: Any) -> Any:
-        _spans.discard(self)
-        return leave_span(self, *args)
-
-    profiler.record_function.__enter__ = enter
-    profiler.record_function.__exit__ = leave_with

@@ -1,4 +1,4 @@
-"""When the profiler may stop: once nothing runs that it has seen begin.
+"""When the profiler may stop: once nothing runs that it has seen begin. Until then it is paused (`profiler.py`).
 
 A backend's thread notes the end of an operation in the profiler's memory, which is free once the profiler has stopped: an
 operation that ends later writes into what is another's by then, and the process dies of it (torch 2.15). DDP goes on as soon as
@@ -11,7 +11,10 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 __all__ = ["InFlight", "settled"]
 
@@ -21,6 +24,16 @@ _CALM = 3
 """Looks in a row that find no thread of a backend at work."""
 _BACKENDS = ("pt_gloo", "penstock")
 """How the names of their threads begin."""
+_UNWAITED_S = 10.0
+"""After which a functional collective that nobody has waited for counts as ended: torch forgets it with the wait only."""
+
+
+def _none() -> int:
+    return 0
+
+
+_unwaited: Callable[[], int] = getattr(getattr(torch._C, "_distributed_c10d", None), "_get_work_registry_size", _none)
+"""Functional collectives that nobody has waited for. They are launched in C++, where no `Work` is seen."""
 
 
 class InFlight:
@@ -29,6 +42,11 @@ class InFlight:
     def __init__(self) -> None:
         self._works: list[Any] = []
         self._most = _PRUNE
+        self._unwaited, self._until_s = 0, 0.0
+
+    def begin(self) -> None:
+        """The profiler starts."""
+        self._works, self._unwaited, self._until_s = [], _unwaited(), 0.0
 
     def add(self, work: Any) -> None:
         self._works.append(work)
@@ -38,7 +56,13 @@ class InFlight:
 
     def is_empty(self) -> bool:
         self._works = [work for work in self._works if not _has_ended(work)]
-        return not self._works
+        if self._works:
+            return False
+        if _unwaited() <= self._unwaited:
+            return True
+        now_s = time.monotonic()
+        self._until_s = self._until_s or now_s + _UNWAITED_S
+        return now_s > self._until_s
 
     def clear(self) -> None:
         self._works = []

@@ -1,0 +1,165 @@
+"""torch's profiler: ours, for one sample, and the script's own. There can be one at a time, and the script's goes first."""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+
+__all__ = ["Profiler", "goes_on", "is_used_by_script", "patch"]
+
+_MOST_DRIFT_NS = 1_000_000
+_MARK = "penstock.profile"
+_MARKS = 3
+"""At each end of a sample. The narrowest tells the difference of the clocks best."""
+
+
+class Profiler:
+    """Runs from its making until `stop`, on the thread that made it.
+
+    A stop frees the memory in which operations note their ends, also those that end later. `pause` is harmless at any time.
+    """
+
+    def __init__(self, *, shapes: bool) -> None:
+        # To ask for CUDA must not start it. What stops the profiler waits for the device first.
+        device = "cuda" if torch.cuda.is_initialized() else None
+        self._own = profiler.profile(use_kineto=True, record_shapes=shapes, use_device=device)
+        self.is_paused = False
+        _ours.add(self._own)
+        self._own.__enter__()
+        self._began = _marks()
+        self._ended: list[tuple[int, int]] = []
+
+    def step_ended(self) -> None:
+        """The sampled one: what begins from here on is none of the sample."""
+        self._ended = _marks()
+        self.pause()
+
+    def pause(self) -> None:
+        """See nothing that begins from here on."""
+        if not self.is_paused:
+            self.is_paused = True
+            torch.autograd._enable_record_function(False)
+
+    def stop(self) -> Any:
+        """Kineto's events. Nothing may be in flight that began while the profiler ran and was not paused."""
+        if self.is_paused:
+            torch.autograd._enable_record_function(True)
+        self._own.__exit__(None, None, None)
+        return self._own.kineto_results.events()
+
+    def clock(self, events: Sequence[Any]) -> tuple[Callable[[int], int] | None, int | None]:
+        """From the profiler's time to the monotonic clock, None if one of them has jumped; and its number of this thread."""
+        times, thread = _times(events)
+        return _clock(times, self._began, self._ended), thread
+
+
+def _marks() -> list[tuple[int, int]]:
+    return [_mark() for _ in range(_MARKS)]
+
+
+def _mark() -> tuple[int, int]:
+    before_ns = time.monotonic_ns()
+    with profiler.record_function(_MARK):
+        pass
+    return before_ns, time.monotonic_ns()
+
+
+def _times(events: Sequence[Any]) -> tuple[list[int], int | None]:
+    """When the profiler saw the marks, by its clock, and what number it gives this thread."""
+    marks = [event for event in events if event.name() == _MARK]
+    return sorted(mark.start_ns() for mark in marks), marks[0].start_thread_id() if marks else None
+
+
+def _clock(
+    times: Sequence[int], began: Sequence[tuple[int, int]], ended: Sequence[tuple[int, int]]
+) -> Callable[[int], int] | None:
+    """From the profiler's time to the monotonic clock; None if one of the two has jumped."""
+    if len(times) != len(began) + len(ended):
+        return None
+    first, last = _difference(times[: len(began)], began), _difference(times[len(began) :], ended)
+    length = max(1, last[0] - first[0])
+    if abs(last[1] - first[1]) > _MOST_DRIFT_NS + length // 1000:
+        return None
+    return lambda at_ns: at_ns - first[1] - (last[1] - first[1]) * (at_ns - first[0]) // length
+
+
+def _difference(times: Sequence[int], marks: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The profiler's time at one mark, and by how much it is ahead of the monotonic clock."""
+    at, (before_ns, _) = min(zip(times, marks, strict=True), key=lambda pair: pair[1][1] - pair[1][0])
+    return at, at - before_ns
+
+
+# ------------------------------------------------------------------------------------------- the script's own profiler
+
+_ours: weakref.WeakSet[Any] = weakref.WeakSet()
+_scripts: weakref.WeakSet[Any] = weakref.WeakSet()
+_spans: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Those of `record_function` that began under a profiler and go on."""
+
+
+def is_used_by_script() -> bool:
+    """Also before it starts, and while it only warms up. To be asked while ours does not run."""
+    return bool(_scripts) or profiler._is_profiler_enabled or bool(torch.autograd._profiler_enabled())
+
+
+def goes_on() -> bool:
+    """Whether a `record_function` of the script does that began in a sample. It notes its end in the memory of the profiler under
+    which it began, if any profiler runs then."""
+    return bool(_spans)
+
+
+def patch(running: Callable[[], Iterator[Callable[[], None]]]) -> None:
+    """Let a profiler of the script end the sample that runs.
+
+    Args:
+        running: gives what ends the sample of this process, if one runs.
+    """
+    for kind, name in (
+        (profiler.profile, "_prepare_trace"),
+        (profiler.emit_nvtx, "__enter__"),
+        (profiler.emit_itt, "__enter__"),
+    ):
+        _patch_kind(kind, name, running)
+    enter_span, leave_span = profiler.record_function.__enter__, profiler.record_function.__exit__
+
+    # Wrapped, so that TorchScript finds the sources of what it compiles.
+    @functools.wraps(enter_span)
+    def enter(self: Any) -> Any:
+        entered = enter_span(self)
+        if profiler._is_profiler_enabled:
+            _spans.add(self)
+        return entered
+
+    @functools.wraps(leave_span)
+    def leave_with(self: Any, *args: Any) -> Any:
+        _spans.discard(self)
+        return leave_span(self, *args)
+
+    profiler.record_function.__enter__ = enter
+    profiler.record_function.__exit__ = leave_with
+
+
+def _patch_kind(kind: Any, begins: str, running: Callable[[], Iterator[Callable[[], None]]]) -> None:
+    begin, leave = getattr(kind, begins), kind.__exit__
+
+    @functools.wraps(begin)
+    def begin_ours(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self not in _ours:
+            _scripts.add(self)
+            for yields in running():
+                yields()
+        return begin(self, *args, **kwargs)
+
+    @functools.wraps(leave)
+    def leave_ours(self: Any, *args: Any) -> Any:
+        _scripts.discard(self)
+        return leave(self, *args)
+
+    setattr(kind, begins, begin_ours)
+    kind.__exit__ = leave_ours
