@@ -11,6 +11,7 @@ from penstock.tools.bench import (
     planner,
     predictions,
     readiness,
+    recording,
     sweep,
     threads,
     training,
@@ -53,5 +54,6 @@ for _name, _subject in {
     "aggregated": aggregated,
     "plan": planner,
     "predictions": predictions,
+    "recording": recording,
 }.items():
     command.add_command(_subject.command, _name)

@@ -16,7 +16,7 @@ from pathlib import Path
 from penstock.errors import Config
 from penstock.profiling.record import Record
 
-__all__ = ["complaints", "fresh_folder", "not_made", "run", "started"]
+__all__ = ["complaints", "environment", "fresh_folder", "not_made", "run", "started"]
 
 CHANGE = "PENSTOCK_PROFILE_CHANGE"
 """A JSON object for `recorder/changes.py`: ``backend``, ``bucket_cap_mb``, ``comm_hook``. Penstock has variables of its own."""
@@ -84,17 +84,8 @@ def run(
     Raises:
         Config: it is nothing that can be run.
     """
-    env = dict(os.environ, PENSTOCK_PROFILE=str(folder))
-    env.pop(CHANGE, None)
-    if settings:
-        env |= {name: str(value) for name, value in settings.items() if name.isupper()}
-        env[CHANGE] = json.dumps({name: value for name, value in settings.items() if not name.isupper()})
-    env["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [env.get("PYTHONPATH")])])
-    env.pop("PENSTOCK_PROFILED", None)
-    # Kineto tells on stderr of each start and stop.
-    env.setdefault("KINETO_LOG_LEVEL", "99")
     try:
-        child = subprocess.Popen(command, env=env, stdout=stdout)
+        child = subprocess.Popen(command, env=environment(folder, settings), stdout=stdout)
     except OSError as error:
         raise Config(
             f"cannot run {command[0]}: {error.strerror}. Name what runs it, too, such as sh or python"
@@ -108,6 +99,20 @@ def run(
             signal.signal(signal.SIGTERM, before)
     _await_counters(folder)
     return code if code >= 0 else 128 - code
+
+
+def environment(folder: Path, settings: Mapping[str, str | float] | None = None) -> dict[str, str]:
+    """In which Python has the recorder, as for `run`."""
+    env = dict(os.environ, PENSTOCK_PROFILE=str(folder))
+    env.pop(CHANGE, None)
+    if settings:
+        env |= {name: str(value) for name, value in settings.items() if name.isupper()}
+        env[CHANGE] = json.dumps({name: value for name, value in settings.items() if not name.isupper()})
+    env["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [env.get("PYTHONPATH")])])
+    env.pop("PENSTOCK_PROFILED", None)
+    # Kineto tells on stderr of each start and stop.
+    env.setdefault("KINETO_LOG_LEVEL", "99")
+    return env
 
 
 def _await(child: subprocess.Popen[bytes]) -> int:

@@ -1,0 +1,186 @@
+"""``penstock bench recording``: what `penstock profile` adds to a step of the script that it records.
+
+Two jobs of the same training take turns, one of them under the recorder, with all that it does: marks in every step, torch's
+profiler in some, and what is written. The process that reads the host's counters runs in the other job's turns, too, so what it
+takes is in neither figure. The target is 2 % of a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from penstock.numbers import milliseconds, plural
+from penstock.reports import Column, Line, Table
+from penstock.tools.bench import machine
+from penstock.tools.bench.emulated import names_of
+from penstock.tools.bench.launcher import BenchError
+from penstock.tools.bench.options import check_files
+from penstock.tools.bench.output import reporting_errors, result_console, say, write_json
+from penstock.tools.bench.program import run_program
+from penstock.tools.testbed.bed import Loopback
+
+STEPS = {"layers": 100, "char-gpt": 10, "cnn": 6}
+"""Of a block, by model: a third of a second or so."""
+
+
+@click.command()
+@click.option("--models", default="layers,char-gpt", show_default=True, help="Also cnn. Layers: 50 of 32, in 1.4 ms.")
+@click.option("--ranks", default="1,2", show_default=True, help="Of a job. One joins no group.")
+@click.option("--backends", default="gloo,penstock", show_default=True, help="Of jobs with several ranks.")
+@click.option("--blocks", type=click.IntRange(2), default=100, show_default=True, help="Of each job.")
+@click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds for each pair of jobs.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
+def command(models: str, ranks: str, backends: str, blocks: int, timeout: float, json_path: str | None) -> None:
+    """Measure what `penstock profile` adds to a step.
+
+    A job that is recorded and one that is not take turns.
+    """
+    check_files(json_path=json_path, report_path=None)
+    chosen = names_of("model", models, tuple(STEPS))
+    counts = [int(each) for each in names_of("number of ranks", ranks, [str(count) for count in range(1, 9)])]
+    named = names_of("backend", backends, ("gloo", "penstock"))
+    rows: list[Row] = []
+    with reporting_errors():
+        description = machine.describe()
+        for model, count in itertools.product(chosen, counts):
+            for backend in named if count > 1 else [""]:
+                say(f"{_name(model, count, backend)} ...")
+                rows.append(measure(model, count, backend, blocks=blocks, timeout_s=timeout))
+                write_json(json_path, description, [asdict(row) for row in rows])
+        result_console().print(table(rows).for_terminal())
+
+
+@dataclass(frozen=True)
+class Row:
+    """A pair of jobs. Times are of rank 0's steps, in seconds; what recording adds is a part of the plain job's."""
+
+    model: str
+    ranks: int
+    backend: str
+    blocks: int
+    step_s: float
+    """The median without the recorder."""
+    median: float
+    """What recording adds to the median step: the marks."""
+    pairs: float
+    """The median over pairs of blocks, one after the other, of what is added to their median steps."""
+    mean: float
+    """What it adds to all steps together: the middle half of the pairs of blocks, which leaves out those that other work
+    disturbed."""
+    processor: float
+    """The same of the processor time of all threads of rank 0."""
+    samples: int
+    """Of torch's profiler, in the blocks."""
+
+
+def measure(model: str, ranks: int, backend: str, *, blocks: int, timeout_s: float) -> Row:
+    """Run both jobs.
+
+    Raises:
+        BenchError: a rank failed or hung, with the end of what it said.
+    """
+    with tempfile.TemporaryDirectory() as folder, Loopback(hosts=1) as bed:
+        os.mkdir(os.path.join(folder, "profile"))
+        for job in ("plain", "recorded"):
+            os.mkfifo(os.path.join(folder, job))
+        options = {
+            "model": model,
+            "ranks": ranks,
+            "backend": backend,
+            "folder": folder,
+            "blocks": blocks,
+            "steps": STEPS[model],
+            "warmup": _WARM_UP,
+        }
+        what = _name(model, ranks, backend)
+        said = run_program(bed, "recording_rank", options, what=what, ranks=2 * ranks, timeout_s=timeout_s)
+        return summarise(said, model, ranks, backend, _samples(folder, said))
+
+
+def _name(model: str, ranks: int, backend: str) -> str:
+    return f"{model}, {plural(ranks, 'rank')}{f' over {backend}' if backend else ''}"
+
+
+def _samples(folder: str, said: Sequence[Sequence[dict[str, Any]]]) -> int:
+
+    from penstock.profiling.readers import load
+
+    records = load(Path(folder, "profile"))
+    if not isinstance(records, list) or not any(record.steps for record in records):
+        raise BenchError("the job that was to be recorded was not")
+    first = next(record for record in records if record.header.rank == 0 and not record.is_of_host)
+    begins = len(first.steps) - sum(1 + len(block["ns"]) for block in said[0])
+    return sum(sample.step >= begins for sample in first.samples)
+
+
+def summarise(said: Sequence[Sequence[dict[str, Any]]], model: str, ranks: int, backend: str, samples: int) -> Row:
+    """What the first rank of each job said, in numbers. Pure."""
+    plain, recorded = said[0], said[ranks]
+    pairs = list(zip(plain, recorded, strict=True))
+
+    def added(of: Any) -> list[float]:
+        return [of(with_it) / of(without) - 1 for without, with_it in pairs]
+
+    steps = [
+        statistics.median(itertools.chain.from_iterable(block["ns"] for block in job)) for job in (plain, recorded)
+    ]
+    return Row(
+        model,
+        ranks,
+        backend,
+        len(pairs),
+        steps[0] / 1e9,
+        steps[1] / steps[0] - 1,
+        statistics.median(added(lambda block: statistics.median(block["ns"]))),
+        _middle(added(lambda block: sum(block["ns"]))),
+        _middle(added(lambda block: block["processor_ns"])),
+        samples,
+    )
+
+
+def _middle(values: Sequence[float]) -> float:
+    """The mean of the middle half."""
+    ordered, quarter = sorted(values), len(values) // 4
+    return statistics.fmean(ordered[quarter : len(ordered) - quarter])
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """One line a pair of jobs."""
+    columns = [
+        Column("model", is_text=True),
+        Column("ranks"),
+        Column("backend", is_text=True),
+        Column("step", meaning="the median of the job that is not recorded"),
+        Column("median", meaning="what recording adds to the median step"),
+        Column("pairs", meaning="the same, the median of pairs of blocks"),
+        Column("mean", meaning="what it adds to all steps, the middle half of the pairs of blocks"),
+        Column("processor", meaning="the same of processor time"),
+        Column("samples", meaning="steps with torch's profiler in the blocks"),
+    ]
+    lines = [
+        Line(
+            [
+                row.model,
+                str(row.ranks),
+                row.backend,
+                milliseconds(row.step_s),
+                *(f"{each:+.1%}" for each in (row.median, row.pairs, row.mean, row.processor)),
+                str(row.samples),
+            ]
+        )
+        for row in rows
+    ]
+    return Table("What recording adds to a step", columns, lines, note="Target: 2 %.")
+
+
+_WARM_UP = 2
+"""Blocks: connections, caches, and the three samples that are taken early."""

@@ -1,0 +1,55 @@
+"""`penstock bench recording`: what it makes of what ranks say, and a run of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from penstock.tools.bench import recording
+
+
+def said(*blocks: tuple[list[int], int]) -> list[dict[str, Any]]:
+    return [{"ns": list(ns), "processor_ns": processor} for ns, processor in blocks]
+
+
+def test_what_recording_adds() -> None:
+    """Of the median step, of pairs of blocks, and of all steps: a sample is in the mean alone, and what other work did to one
+    block of four in neither."""
+    plain = said(([100, 100, 100], 300), ([100, 100, 100], 300), ([110, 110, 110], 330), ([100, 100, 900], 300))
+    recorded = said(([102, 102, 102], 309), ([101, 101, 161], 336), ([110, 111, 112], 330), ([102, 102, 102], 306))
+    row = recording.summarise([plain, [], recorded, []], "layers", 2, "gloo", 1)
+    assert (row.blocks, row.samples, row.step_s) == (4, 1, 1e-7)
+    assert row.median == pytest.approx(0.02) and row.pairs == pytest.approx(
+        (0.01 + 111 / 110 - 1) / 2 + 0.005, abs=0.006
+    )
+    # Of +2 %, +21 %, +0.9 % and -72 % the middle two; of processor time +3, +12, 0 and +2 %.
+    assert row.mean == pytest.approx((0.02 + 333 / 330 - 1) / 2) and row.processor == pytest.approx(0.025)
+    [line] = recording.table([row]).lines
+    assert line.cells[:3] == ["layers", "2", "gloo"] and line.cells[-1] == "1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--models", "bert"], "no model bert: there are layers, char-gpt, cnn"),
+        (["--ranks", "0"], "no number of ranks 0"),
+        (["--backends", "nccl"], "no backend nccl: there are gloo, penstock"),
+    ],
+)
+def test_what_is_refused(arguments: list[str], says: str) -> None:
+    done = CliRunner().invoke(recording.command, arguments)
+    assert done.exit_code == 2 and says in done.output
+
+
+def test_both_jobs_run(tmp_path: Path) -> None:
+    """By turns, and one of them is recorded."""
+    path = tmp_path / "rows.json"
+    words = ["--models", "layers", "--ranks", "1", "--blocks", "2", "--json", str(path)]
+    done = CliRunner().invoke(recording.command, words)
+    assert done.exit_code == 0, done.output
+    [row] = json.loads(path.read_text())["runs"]
+    assert (row["model"], row["ranks"], row["blocks"]) == ("layers", 1, 2) and row["step_s"] > 0
