@@ -22,6 +22,17 @@ def test_pairs_are_drawn_from_their_seed() -> None:
     assert all((pair.flow_mbit > 0) == (pair.backend == "gloo" and pair.change == "penstock") for pair in pairs)
 
 
+def test_other_changes_are_drawn_where_they_can_be_made() -> None:
+    """Fewer streams than the link has room for; a pipeline whose micro-batches can be halved."""
+    pairs = [drawn(seed, predictions.MORE) for seed in range(60)]
+    assert [pair.change for pair in pairs[:3]] == list(predictions.MORE)
+    assert all(0 < pair.streams * pair.flow_mbit < pair.rate_mbit for pair in pairs[0::3])
+    assert all((pair.ranks, pair.backend) == (4, "penstock") for pair in pairs[1::3])
+    assert all(pair.micro_batch % 2 == 0 and pair.batch % pair.micro_batch == 0 for pair in pairs[2::3])
+    done = CliRunner().invoke(predictions.command, ["--changes", "float16,fewer"])
+    assert done.exit_code == 2 and "no change fewer" in done.output
+
+
 def test_the_table_counts_misses() -> None:
     """Of predicted over measured; and how many lie within what was stated."""
     outcomes = [

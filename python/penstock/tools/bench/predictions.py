@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -21,11 +21,14 @@ from penstock.errors import PenstockError
 from penstock.profiling.record import Record
 from penstock.reports import Column, Line, Table
 from penstock.tools.bench import machine
+from penstock.tools.bench.emulated import names_of
 from penstock.tools.bench.launcher import BenchError
 from penstock.tools.bench.options import check_files
 from penstock.tools.bench.output import reporting_errors, result_console, say, write_json
 
 CHANGES = ("twice the link", "float16", "larger buckets", "penstock")
+"""What pairs are of where --changes names nothing."""
+MORE = ("more streams", "host by host", "twice the micro-batches")
 TARGET_MEDIAN, TARGET_MOST = 0.05, 0.15
 
 
@@ -35,7 +38,7 @@ class Pair:
 
     seed: int
     change: str
-    """One of `CHANGES`."""
+    """One of `CHANGES` and `MORE`."""
     model: str
     batch: int
     rate_mbit: float
@@ -43,6 +46,12 @@ class Pair:
     """0: no cap."""
     bucket_mb: float
     backend: str
+    ranks: int = 2
+    """On two hosts."""
+    streams: int = 0
+    """Between two ranks; 0: penstock's default."""
+    micro_batch: int = 0
+    """Sequences of one, in a pipeline; 0: data parallel."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +70,14 @@ class Outcome:
         return self.predicted_ms / self.after_ms - 1
 
 
-def drawn(seed: int) -> Pair:
-    """The pair of a seed."""
+def drawn(seed: int, changes: Sequence[str] = CHANGES) -> Pair:
+    """The pair of a seed: of one of these changes, by turns."""
     draw = random.Random(f"prediction {seed}")
-    change = CHANGES[seed % len(CHANGES)]
+    change = changes[seed % len(changes)]
     rate = draw.choice([100.0, 200.0, 400.0, 800.0])
     # A step of gpt2-small takes 8 s at 25 Mbit/s; at half of that a training would not end in time.
-    flow = max(25.0, rate / draw.choice([2, 4, 8])) if change == "penstock" else 0.0
-    return Pair(
+    flow = max(25.0, rate / draw.choice([2, 4, 8])) if change in ("penstock", "more streams") else 0.0
+    pair = Pair(
         seed,
         change,
         draw.choice(["gpt2-tiny", "gpt2-small"]),
@@ -78,26 +87,37 @@ def drawn(seed: int) -> Pair:
         draw.choice([0.25, 0.5]) if change == "larger buckets" else draw.choice([1.0, 5.0, 25.0]),
         "gloo" if change == "penstock" else draw.choice(["penstock", "penstock", "gloo"]),
     )
+    if change == "more streams":
+        return replace(pair, backend="penstock", streams=draw.randrange(1, round(rate / flow)))
+    if change == "host by host":
+        return replace(pair, backend="penstock", ranks=4)
+    if change == "twice the micro-batches":
+        return replace(pair, micro_batch=pair.batch // 2)
+    return pair
 
 
 @click.command()
 @click.option("--pairs", type=click.IntRange(1), default=60, show_default=True)
 @click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first pair's seed.")
+@click.option(
+    "--changes", default=",".join(CHANGES), show_default=True, help=f"By turns, one a pair. Also {', '.join(MORE)}."
+)
 @click.option("--steps", type=click.IntRange(12), default=20, show_default=True, help="Of each training.")
 @click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds of one training.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
-def command(pairs: int, first: int, steps: int, timeout: float, json_path: str | None) -> None:
+def command(pairs: int, first: int, changes: str, steps: int, timeout: float, json_path: str | None) -> None:
     """Measure how far off predictions of `penstock profile` are: each is made before the run that it is about.
 
     Needs root, for emulated hosts. A pair takes 20 s or so.
     """
     check_files(json_path=json_path, report_path=None)
+    chosen = names_of("change", changes, (*CHANGES, *MORE))
     outcomes: list[Outcome] = []
     failed = 0
     with reporting_errors():
         description = machine.describe()
         for seed in range(first, first + pairs):
-            pair = drawn(seed)
+            pair = drawn(seed, chosen)
             try:
                 found = measure(pair, steps=steps, timeout_s=timeout)
             except BenchError as error:
@@ -128,49 +148,51 @@ def measure(pair: Pair, *, steps: int, timeout_s: float) -> Outcome | None:
     from penstock.profiling.divide import divide
 
     changed, named, settings = _change(pair)
-    before = _profiled(pair, {"bucket_cap_mb": pair.bucket_mb}, steps, timeout_s)
+    before = _profiled(pair, {}, steps, timeout_s)
     breakdown = divide(before)
     advice = advise(before, breakdown, everything=True)
     told = next((each for each in advice.predictions if named(each.change)), None)
     if told is None:
         return None
-    after = divide(_profiled(changed, {"bucket_cap_mb": pair.bucket_mb, **settings}, steps, timeout_s))
+    after = divide(_profiled(changed, settings or told.settings, steps, timeout_s))
     step_ms = [statistics.fmean(share.step_ns for share in each.shares) / 1e6 for each in (breakdown, after)]
     return Outcome(pair, step_ms[0], step_ms[0] * told.after_ns / told.before_ns, told.error, step_ms[1])
 
 
 def _change(pair: Pair) -> tuple[Pair, Callable[[str], bool], dict[str, str | float]]:
-    """The changed training, which prediction is about it, and settings of `recorder/changes.py`."""
+    """The changed training, which prediction is about it, and its settings; without any the prediction's own hold."""
     if pair.change == "twice the link":
         return replace(pair, rate_mbit=2 * pair.rate_mbit), lambda change: change == pair.change, {}
     if pair.change == "float16":
         return pair, lambda change: "float16" in change, {"comm_hook": "float16"}
     if pair.change == "larger buckets":
         return pair, lambda change: change.startswith("buckets of 4 MiB"), {"bucket_cap_mb": 4}
+    if pair.change == "more streams":
+        return pair, lambda change: change.endswith(" streams"), {}
+    if pair.change == "host by host":
+        return pair, lambda change: change == "gradients summed host by host", {}
+    if pair.change == "twice the micro-batches":
+        return replace(pair, micro_batch=pair.micro_batch // 2), lambda change: change == pair.change, {}
     return replace(pair, backend="penstock"), lambda change: change == "the penstock backend", {}
 
 
-def _profiled(pair: Pair, settings: dict[str, str | float], steps: int, timeout_s: float) -> list[Record]:
+def _profiled(pair: Pair, settings: Mapping[str, str | float], steps: int, timeout_s: float) -> list[Record]:
     from penstock.profiling.readers import load
     from penstock.tools.profile import run
 
-    bed = [
-        sys.executable,
-        "-m",
-        "penstock",
-        "testbed",
-        "run",
-        "--quiet",
-        "--hosts",
-        "2",
-        "--rate",
-        f"{pair.rate_mbit:g}",
-    ]
-    bed += ["--timeout", f"{timeout_s:g}", *(["--flow", f"{pair.flow_mbit:g}"] if pair.flow_mbit else [])]
+    usual: dict[str, str | float] = {"bucket_cap_mb": pair.bucket_mb}
+    if pair.streams:
+        usual["PENSTOCK_STREAMS"] = str(pair.streams)
+    if pair.change == "host by host":
+        usual["PENSTOCK_ALGORITHM"] = "ring"
+    bed = [sys.executable, "-m", "penstock", "testbed", "run", "--quiet", "--hosts", "2", "--ranks", str(pair.ranks)]
+    bed += ["--rate", f"{pair.rate_mbit:g}", *(["--flow", f"{pair.flow_mbit:g}"] if pair.flow_mbit else [])]
+    bed += ["--timeout", f"{timeout_s:g}"]
     train = [sys.executable, "-m", "penstock.workloads.transformer", pair.model, "--batch", str(pair.batch)]
     train += ["--steps", str(steps), "--backend", pair.backend, "--seed", str(pair.seed)]
+    train += ["--parallel", "pipeline", "--micro-batch", str(pair.micro_batch)] if pair.micro_batch else []
     with tempfile.TemporaryDirectory() as folder:
-        code = run.run([*bed, "--", *train], Path(folder), settings, stdout=subprocess.DEVNULL)
+        code = run.run([*bed, "--", *train], Path(folder), {**usual, **settings}, stdout=subprocess.DEVNULL)
         if code != 0:
             raise BenchError(f"the training of pair {pair.seed} ended with status {code}")
         try:
@@ -183,7 +205,7 @@ def _profiled(pair: Pair, settings: dict[str, str | float], steps: int, timeout_
 
 def table(outcomes: Sequence[Outcome]) -> Table:
     """By change, and all."""
-    lines = [_line(change, [one for one in outcomes if one.pair.change == change]) for change in CHANGES]
+    lines = [_line(change, [one for one in outcomes if one.pair.change == change]) for change in (*CHANGES, *MORE)]
     lines.append(_line("all", outcomes))
     columns = [
         Column("change", is_text=True),
