@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 import forked
 import ranks
-from penstock import elastic, errors
+from penstock import elastic, endpoint, errors
 from penstock.runtime import process
 from penstock.training.elastic import loop, membership
 from penstock.training.elastic import store as kept_store
@@ -108,6 +108,20 @@ def test_a_rank_is_lost_after_the_group_timed_out() -> None:
         job.signal(1, signal.SIGKILL)
         [outcome] = job.outcomes(of=[0], timeout_s=60)
         assert outcome.value is True, str(outcome)
+
+
+def test_a_client_of_endpoints_that_dies_is_no_member() -> None:
+    """It is a peer of the engine, and has a member's number; the member is not lost."""
+    env = {"PENSTOCK_PEER_TIMEOUT": "2"}
+    with ranks.Ranks(_lose_a_client, count=3, env=env) as job:
+        assert [one.value for one in job.outcomes(timeout_s=60, of=[0, 1])] == [[1], []]
+
+
+def test_an_endpoint_of_an_earlier_generation_is_told(store: str) -> None:
+    """It keeps the engine, which the others' new one would refuse for ever."""
+    env = {"PENSTOCK_ELASTIC_STORE": store}
+    [said] = ranks.run(_keep_an_endpoint, count=1, env=env)
+    assert "an endpoint (penstock.endpoint) of this process was opened before generation 1" in said
 
 
 def test_too_few_ranks_wait_and_then_say_what_to_do(store: str) -> None:
@@ -1348,6 +1362,35 @@ def _lose_a_rank_after_a_time_out() -> bool:
     while not loop._lost_ranks() and time.monotonic() < until:
         time.sleep(0.01)
     return loop._has_lost_a_rank()
+
+
+def _lose_a_client() -> list[int]:
+    """Returns the numbers of peers that are lost, where there is one, after no member is."""
+    rank, store = int(os.environ["RANK"]), _store()
+    if rank == 2:
+        os.environ["RANK"] = "1"
+        client = endpoint.connect("cache", store=store)
+        client.pull("x").wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.init_process_group("penstock", store=dist.PrefixStore("two", store), rank=rank, world_size=2)
+    found = []
+    if rank == 0:
+        with endpoint.serve("cache", store=store, pulls={"x": torch.ones(3)}):
+            until = time.monotonic() + 30
+            while not found and time.monotonic() < until:
+                found = [peer["rank"] for peer in process.stats()["peers"] if peer["lost"]]
+            assert loop._lost_ranks() == {}
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def _keep_an_endpoint() -> str:
+    server = endpoint.serve("cache", store=_store(), pulls={"x": torch.ones(3)})
+    with pytest.raises(errors.Config) as error:
+        elastic.run(lambda state: None, elastic.State(), **FAST)
+    server.close()
+    return str(error.value)
 
 
 def _save_and_block(folder: str) -> None:

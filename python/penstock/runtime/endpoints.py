@@ -651,8 +651,8 @@ def _node(contact: str) -> str:
 
 def _described(contact: str) -> str:
     """A process, for messages."""
-    fields = contact.split(" ")
-    return f"rank {fields[2]}, {fields[5].split(',')[0]} on {fields[3]}"
+    rank, host, address = process.described(contact)
+    return f"rank {rank}, {address} on {host}"
 
 
 def _told(error: BaseException) -> str:

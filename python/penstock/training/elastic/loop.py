@@ -217,6 +217,13 @@ class _Worker:
         rank, world = roster.members.index(self.lobby.member), len(roster.members)
         # Frames and hand-shakes of another generation are refused by the engine itself.
         process.set_generation(roster.generation)
+        running = process.Engine.current
+        if running is not None and running.generation != roster.generation:
+            raise ConfigError(
+                f"an endpoint (penstock.endpoint) of this process was opened before generation {roster.generation} of the job, "
+                "and keeps it out: open servers and clients within train(), each in a with block, so that they end with their "
+                "generation"
+            )
         try:
             dist.init_process_group(
                 "penstock", store=self.lobby.group_store(), rank=rank, world_size=world, timeout=self.rebuild
@@ -300,7 +307,12 @@ def _lost_ranks() -> dict[int, str]:
         peers = process.stats()["peers"]
     except Closed:
         return {}
-    return {peer["rank"]: f"rank {peer['rank']} on {peer['host']}: {peer['lost']}" for peer in peers if peer["lost"]}
+    lost = [peer for peer in peers if peer["lost"]]
+    if dist.is_initialized():
+        # A server or client of endpoints is a peer, too, and may have a member's number.
+        members = {process.described(contact) for contact in backend.of()._member.contacts.values()}
+        lost = [peer for peer in lost if (peer["rank"], peer["host"], peer["address"]) in members]
+    return {peer["rank"]: f"rank {peer['rank']} on {peer['host']}: {peer['lost']}" for peer in lost}
 
 
 def _has_lost_a_rank() -> bool:
