@@ -415,6 +415,20 @@ def test_an_optimizer_of_an_inner_loop_ends_no_iteration() -> None:
     assert ended_by == ["inner"] * 5 + ["outer"] * (60 - 15)
 
 
+def test_one_optimizer_a_layer_leaves_nothing_out() -> None:
+    """Twenty of them: the last iteration ends with the others' steps, as each does. Of optimizers that are new each round the
+    steps since the first one's count."""
+
+    class Optimizer:
+        pass
+
+    layers, ends = [Optimizer() for _ in range(20)], Iterations()
+    assert sum(ends.stepped(each) for _ in range(5) for each in layers) == 5 and ends.left == 0
+    rounds = Iterations()
+    kept = [Optimizer() for _ in range(6)]
+    assert sum(rounds.stepped(each) for each in kept for _ in range(10)) == 10 and rounds.left == 50
+
+
 def test_a_wrapper_with_slots_is_an_optimizer() -> None:
     """To which there is no weak reference."""
 

@@ -307,10 +307,35 @@ def test_an_operation_that_runs_on_after_its_step(odd: Any) -> None:
     assert first.steps[5].start_ns <= whole.ended_ns <= first.steps[5].end_ns
 
 
+def test_a_fork_while_the_profiler_waits(odd: Any) -> None:
+    """The child can use a profiler of its own, and the sample is made."""
+    records, said = odd(
+        "dist.init_process_group('gloo')\n"
+        "x = torch.ones(3)\n"
+        "for number in range(20):\n"
+        "    if number == 4 and dist.get_rank() == 0:\n        work = dist.irecv(x, 1)\n"
+        "    step()\n"
+        "    if number == 4 and dist.get_rank() == 0:\n"
+        "        assert torch.autograd._profiler_enabled()\n"
+        "        child = os.fork()\n"
+        "        if child == 0:\n"
+        "            with torch.profiler.profile() as own:\n                x + 1\n"
+        "            os._exit(0 if any(e.name == 'aten::add' for e in own.events()) else 7)\n"
+        "        assert os.waitpid(child, 0)[1] == 0\n"
+        "        work.wait()\n"
+        "    if number == 4 and dist.get_rank() == 1:\n        dist.send(x + 1, 0)\n"
+        "assert x[0] == 2.0 - dist.get_rank()\n"
+        "dist.destroy_process_group()\n",
+        ranks=2,
+    )
+    assert [[sample.step for sample in record.samples] for record in records] == [[4, 8, 16]] * 2
+    assert [one.name for one in records[0].samples[0].operations] == ["recv"] and "forked" not in said
+
+
 def test_an_operation_that_never_ends(odd: Any) -> None:
     """A receive that waits from a sampled step on until the script leaves: the training goes on, without a wait of ours in each
     step, and what is left of the profiler does not keep the process."""
-    [record, _], _ = odd(
+    [record, _], said = odd(
         "dist.init_process_group('gloo')\n"
         "for number in range(300):\n"
         "    if number == 4 and dist.get_rank() == 0:\n        work = dist.irecv(torch.ones(3), 1)\n"
@@ -319,6 +344,7 @@ def test_an_operation_that_never_ends(odd: Any) -> None:
         ranks=2,
     )
     assert len(record.steps) == 300 and not record.samples
+    assert "an operation of step 4 has not ended 128 steps later" in said
     waited = [span for step in record.steps for span in step.spans if span.phase == "profiler" and step.number > 5]
     assert sum(span.end_ns - span.start_ns for span in waited) < 1_000_000_000
 
@@ -341,14 +367,15 @@ def test_a_functional_collective_that_nobody_waits_for_yet(odd: Any) -> None:
     assert [[sample.step for sample in record.samples] for record in records] == [[4, 8, 16]] * 2
 
 
-@pytest.mark.parametrize("kind", ["emit_nvtx", "emit_itt"])
+@pytest.mark.parametrize("kind", ["profiler.emit_nvtx", "profiler.emit_itt", "profiler_legacy.profile"])
 def test_other_profilers_of_torch_go_first(odd: Any, kind: str) -> None:
-    """There can be one at a time, and it is theirs."""
+    """There can be one at a time, and it is theirs, unless it is switched off."""
     [record], said = odd(
         "torch.cuda.synchronize = lambda: None\n"
         "for number in range(20):\n"
-        f"    with torch.autograd.profiler.{kind}() if number == 3 else contextlib.nullcontext():\n"
+        f"    with torch.autograd.{kind}() if number == 3 else contextlib.nullcontext():\n"
         "        step()\n"
+        f"    if number == 12:\n        torch.autograd.{kind}(enabled=False).__enter__()\n"
     )
     assert [sample.step for sample in record.samples] == [8, 16]
     assert "the script runs torch's profiler itself" in said
@@ -379,7 +406,7 @@ def test_buffers_that_ddp_sends_are_waited_for(odd: Any) -> None:
         assert sent and {(one.group, one.purpose, one.ranks) for one in sent} == {("default", "data-parallel sync", 2)}
 
 
-@pytest.mark.parametrize("how", ["torch.multiprocessing", "multiprocessing"])
+@pytest.mark.parametrize("how", ["torch.multiprocessing", "multiprocessing", "a class of its own"])
 def test_what_started_ranks_raise_is_told(odd: Any, how: str) -> None:
     """It goes to their parent, and no `sys.excepthook` sees it."""
     begin = {
@@ -387,6 +414,14 @@ def test_what_started_ranks_raise_is_told(odd: Any, how: str) -> None:
         "multiprocessing": "import multiprocessing\n"
         "context = multiprocessing.get_context('fork')\n"
         "both = [context.Process(target=train, args=(rank,)) for rank in range(2)]\n"
+        "for each in both:\n    each.start()\n"
+        "for each in both:\n    each.join()\n"
+        "sys.exit(1)\n",
+        "a class of its own": "import multiprocessing\n"
+        "class Rank(multiprocessing.get_context('fork').Process):\n"
+        "    def __init__(self, rank):\n        super().__init__()\n        self.rank = rank\n"
+        "    def run(self):\n        train(self.rank)\n"
+        "both = [Rank(rank) for rank in range(2)]\n"
         "for each in both:\n    each.start()\n"
         "for each in both:\n    each.join()\n"
         "sys.exit(1)\n",

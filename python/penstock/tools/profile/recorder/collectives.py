@@ -111,17 +111,18 @@ class Calls:
     def start(self) -> None:
         """Keep the calls, for a sample."""
         self.log, self.hints = [], []
-        self.in_flight.begin()
 
     def stop(self) -> tuple[list[Call], list[Call]]:
         """Calls, and looked up groups."""
         found = self.log or [], self.hints
         self.log, self.hints = None, []
+        self.in_flight.pause()
         return found
 
     def step_ended(self) -> None:
         self._works.clear()
         self.last = None
+        self.is_batching = False  # the end of a batch that raised is not told
 
     @staticmethod
     def reducers() -> Call | None:
@@ -381,14 +382,15 @@ def _patch_buffers(active: Callable[[], Recording | None]) -> None:
         return
 
     @functools.wraps(original)
-    def broadcast(group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def broadcast(*args: Any, **kwargs: Any) -> Any:
         recording = active()
-        if recording is None:
-            return original(group, tensors, *args, **kwargs)
+        group = kwargs.get("process_group", args[0] if args else None)
+        if recording is None or group is None:
+            return original(*args, **kwargs)
         known = recording.calls.describe(group, "broadcast", recording.phase, is_within=False)
-        known.purpose, known.bytes = "data-parallel sync", _size(tensors)
+        known.purpose = "data-parallel sync"
         try:
-            return original(group, tensors, *args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             recording.calls.issued(known, None)
             known.waited_ns = known.end_ns

@@ -186,12 +186,9 @@ def _joined(rank: int, world: int, backend: str) -> None:
 
 
 def _forks() -> None:
-    # The child would have a profiler that never ends, such as a DataLoader's worker for all its life.
     recording = _active()
-    if recording is not None and recording.sampling.is_running:
-        recording.sampling.give_up(
-            "the script forked in a sampled step, so that there is no sample of it", recording.calls
-        )
+    if recording is not None:
+        recording.sampling.forks(recording.calls)
 
 
 def _forked() -> None:
@@ -203,6 +200,8 @@ def _forked() -> None:
 def _born() -> None:
     """In a fork. That of a rank is none; that of a launcher may become one."""
     recording = _state.recording
+    if recording is not None:
+        recording.sampling.born(recording.calls)
     if (recording is not None and recording.is_rank) or os.environ.get(PROFILED, "").isdigit():
         _stop()
     elif recording is not None:
@@ -422,8 +421,14 @@ def _patch_loader() -> None:
 def _patch_processes() -> None:
     """What a rank raises that multiprocessing, or `torch.multiprocessing.spawn`, has started, it tells its parent and no
     `sys.excepthook`."""
-    run = multiprocessing.process.BaseProcess.run
-    multiprocessing.process.BaseProcess.run = _telling(run)  # type: ignore[method-assign]
+    bootstrap = multiprocessing.process.BaseProcess._bootstrap  # type: ignore[attr-defined]
+
+    @functools.wraps(bootstrap)
+    def bootstrap_telling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.run = _telling(self.run)
+        return bootstrap(self, *args, **kwargs)
+
+    multiprocessing.process.BaseProcess._bootstrap = bootstrap_telling  # type: ignore[attr-defined]
     spawn: Any = sys.modules["torch.multiprocessing.spawn"]  # a function hides it
     wrap = spawn._wrap
 

@@ -22,8 +22,8 @@ class Iterations:
         self._first: Any = None
         self._others: dict[int, tuple[Callable[[], Any], int]] = {}
         """By identity: the others, and how often each has stepped since the first one did."""
-        self.since = 0
-        """Steps of others since the last that ended an iteration."""
+        self._since = self._usual = 0
+        """Steps of others since the last that ended an iteration, and at most between two of those."""
         self.steps = 0
         """Of all optimizers."""
 
@@ -36,13 +36,19 @@ class Iterations:
             # each rank for itself, so that does not count. Where each is new, as those of inner loops are, none steps often.
             known, count = self._others.get(id(optimizer), (None, 0))
             self._others[id(optimizer)] = _reference(optimizer), 1 + (count if known and known() is optimizer else 0)
-            self.since += 1
-            if self._first is not None and self._others[id(optimizer)][1] < PATIENCE and self.since < _MOST_OTHERS:
+            self._since += 1
+            if self._first is not None and self._others[id(optimizer)][1] < PATIENCE and self._since < _MOST_OTHERS:
                 return False
             self._first = _reference(optimizer)
+        self._usual = max(self._usual, self._since) if is_first else 0
         self._others.clear()
-        self.since = 0
+        self._since = 0
         return True
+
+    @property
+    def left(self) -> int:
+        """Steps that ended no iteration, at the end, if they are more than an iteration has."""
+        return self._since if self._since >= PATIENCE and self._since > 2 * self._usual else 0
 
 
 def _reference(optimizer: Any) -> Callable[[], Any]:

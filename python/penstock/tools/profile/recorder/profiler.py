@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import profiler
+from torch.autograd import profiler, profiler_legacy
+from torch.profiler import ExecutionTraceObserver, ProfilerActivity
 
 __all__ = ["Profiler", "goes_on", "is_used_by_script", "patch"]
 
@@ -27,12 +28,18 @@ class Profiler:
 
     def __init__(self, *, shapes: bool) -> None:
         # To ask for CUDA must not start it. What stops the profiler waits for the device first.
-        device = "cuda" if torch.cuda.is_initialized() else None
-        self._own = profiler.profile(use_kineto=True, record_shapes=shapes, use_device=device)
+        self._device = "cuda" if torch.cuda.is_initialized() else None
+        self._own = profiler.profile(use_kineto=True, record_shapes=shapes, use_device=self._device)
         self.is_paused = False
+        self.paused_steps = self.try_at = 0
+        """Steps that have ended since, and how many have to before whoever made it tries to stop it again."""
         _ours.add(self._own)
         self._own.__enter__()
-        self._began = _marks()
+        try:
+            self._began = _marks()
+        except BaseException:  # a signal's handler raised
+            self._own.__exit__(None, None, None)
+            raise
         self._ended: list[tuple[int, int]] = []
 
     def step_ended(self) -> None:
@@ -45,13 +52,19 @@ class Profiler:
         if not self.is_paused:
             self.is_paused = True
             torch.autograd._enable_record_function(False)
+            if self._device is not None:
+                self._own.toggle_collection_dynamic(False, [ProfilerActivity.CUDA])
 
-    def stop(self) -> Any:
-        """Kineto's events. Nothing may be in flight that began while the profiler ran and was not paused."""
+    def stop(self) -> None:
+        """Nothing may be in flight that began while the profiler ran and was not paused."""
         if self.is_paused:
             torch.autograd._enable_record_function(True)
         self._own.__exit__(None, None, None)
-        return self._own.kineto_results.events()
+
+    def events(self) -> Sequence[Any]:
+        """Kineto's. After `stop`."""
+        found: Sequence[Any] = self._own.kineto_results.events()
+        return found
 
     def clock(self, events: Sequence[Any]) -> tuple[Callable[[int], int] | None, int | None]:
         """From the profiler's time to the monotonic clock, None if one of them has jumped; and its number of this thread."""
@@ -120,12 +133,15 @@ def patch(running: Callable[[], Iterator[Callable[[], None]]]) -> None:
     Args:
         running: gives what ends the sample of this process, if one runs.
     """
-    for kind, name in (
-        (profiler.profile, "_prepare_trace"),
-        (profiler.emit_nvtx, "__enter__"),
-        (profiler.emit_itt, "__enter__"),
+    for kind, begins, ends in (
+        (profiler.profile, "_prepare_trace", "__exit__"),
+        (profiler_legacy.profile, "_start_trace", "__exit__"),
+        (profiler.emit_nvtx, "__enter__", "__exit__"),
+        (profiler.emit_itt, "__enter__", "__exit__"),
+        # Another one may run beside it. But a pause of ours would be one of its, too.
+        (ExecutionTraceObserver, "start", "stop"),
     ):
-        _patch_kind(kind, name, running)
+        _patch_kind(kind, begins, ends, running)
     enter_span, leave_span = profiler.record_function.__enter__, profiler.record_function.__exit__
 
     # Wrapped, so that TorchScript finds the sources of what it compiles.
@@ -145,21 +161,21 @@ def patch(running: Callable[[], Iterator[Callable[[], None]]]) -> None:
     profiler.record_function.__exit__ = leave_with
 
 
-def _patch_kind(kind: Any, begins: str, running: Callable[[], Iterator[Callable[[], None]]]) -> None:
-    begin, leave = getattr(kind, begins), kind.__exit__
+def _patch_kind(kind: Any, begins: str, ends: str, running: Callable[[], Iterator[Callable[[], None]]]) -> None:
+    begin, leave = getattr(kind, begins), getattr(kind, ends)
 
     @functools.wraps(begin)
     def begin_ours(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self not in _ours:
+        if self not in _ours and getattr(self, "enabled", True):
             _scripts.add(self)
             for yields in running():
                 yields()
         return begin(self, *args, **kwargs)
 
     @functools.wraps(leave)
-    def leave_ours(self: Any, *args: Any) -> Any:
+    def leave_ours(self: Any, *args: Any, **kwargs: Any) -> Any:
         _scripts.discard(self)
-        return leave(self, *args)
+        return leave(self, *args, **kwargs)
 
     setattr(kind, begins, begin_ours)
-    kind.__exit__ = leave_ours
+    setattr(kind, ends, leave_ours)

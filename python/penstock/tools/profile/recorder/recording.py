@@ -21,7 +21,7 @@ from penstock.tools.profile.recorder.collectives import Calls
 from penstock.tools.profile.recorder.conversion import costs
 from penstock.tools.profile.recorder.counters import Counters, of_engine
 from penstock.tools.profile.recorder.identity import Identity, make_room
-from penstock.tools.profile.recorder.iterations import PATIENCE, Iterations
+from penstock.tools.profile.recorder.iterations import Iterations
 from penstock.tools.profile.recorder.journal import Journal
 from penstock.tools.profile.recorder.marks import MOST_MARKS
 from penstock.tools.profile.recorder.optimizers import Optimizers, is_within
@@ -189,15 +189,15 @@ class Recording:
 
     def end(self) -> None:
         """The process ends. A script that never stepped is one step."""
-        self.sampling.abandon(self.calls)
+        self.sampling.end(self.calls)
         now_ns = time.monotonic_ns()
         if self.marks.number == 0:
             self.marks.end_step(now_ns, time.thread_time_ns())
         if self.marks.has_ended:
             self._settle(now_ns)
         self._read_engine()
-        if self.iterations.since >= PATIENCE:
-            self.leaves_out(_OPTIMIZERS.format(self.iterations.since))
+        if left := self.iterations.left:
+            self.leaves_out(_OPTIMIZERS.format(left))
         error = getattr(sys, "last_value", None)
         if error is not None:
             self.failed(error)

@@ -9,7 +9,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from penstock.profiling.phases import phases
 from penstock.profiling.record import Event, Sample, Step
@@ -26,7 +25,7 @@ EARLY = (4, 8, 16)
 """Steps that are sampled whatever it costs, so that a short run has three samples."""
 
 _ODD = 21
-"""Of what samples are modulo their distance: what a script does in each 10th, 32nd or 100th step is in none of them."""
+"""Of what samples are modulo their distance: what a script does in each 32nd or 64th step is in none of them, and not in all."""
 
 SHARE = 0.01
 """Of the time that samples may cost."""
@@ -37,8 +36,10 @@ _PROBE = 2
 _LEAD = 2
 """Steps for which the profiler runs: the last is the sample, and the first has the profiler's own beginnings."""
 
-_PATIENCE_S, _LAST_PATIENCE_S = 0.2, 2.0
-"""For operations that were issued while the profiler ran: at the end of a step, and where it must stop."""
+_PATIENCE_S, _LATE_PATIENCE_S, _LAST_PATIENCE_S = 0.2, 0.02, 2.0
+"""For operations that were issued while the profiler ran: at the end of the sampled step, of later ones, where it must stop."""
+_SAID = 128
+"""Steps for which the profiler waits, and then that is told."""
 _LONG, _LEAST_NS, _NEVER = 5, 200_000_000, 1 << 63
 
 _MANY = 100_000
@@ -108,8 +109,7 @@ class Sampling:
             # notes its end in memory that is gone, if any profiler runs by then.
             if self._profiler is not None:
                 if self._profiler.is_paused:
-                    if calls.in_flight.is_empty():
-                        self._finish(calls)
+                    self._paused_step(self._profiler, calls)
                 elif step.number >= self._target:
                     self._step_ended(self._profiler, step, calls)
             elif step.number == _PROBE - 1 and step.end_ns - step.start_ns >= _PROBED_NS:
@@ -118,11 +118,7 @@ class Sampling:
                 self._start(target, calls)
         except Exception as error:
             self.abandon(calls)
-            self._is_plain = False
-            if is_of_script(error):
-                raise
-            self._is_off = True
-            self._say(f"torch's profiler failed, so there are no more samples: {type(error).__name__}: {error}")
+            self._failed(error)
 
     def passed(self, duration_ns: int) -> None:
         """A step of that length has ended."""
@@ -135,20 +131,56 @@ class Sampling:
 
     def abandon(self, calls: Calls) -> None:
         """Make nothing of what the profiler has seen. It stops once nothing is in flight, which may be later."""
-        if self._profiler is not None:
-            self._over = None
-            calls.stop()
-            self._pause(self._profiler)
-            self._finish(calls)
+        self._over = None
+        try:
+            if self._profiler is not None:
+                calls.stop()
+                self._pause(self._profiler)
+                self._finish(calls, _PATIENCE_S)
+        except Exception as error:
+            self._failed(error)
 
     def yields(self, calls: Calls) -> None:
         """There can be one profiler, and the script starts its own."""
         if self._profiler is not None:
             self._say(_YIELDS)
             self.abandon(calls)
+        try:
+            if self._profiler is not None:
+                settled(calls.in_flight, _LAST_PATIENCE_S)
+                self._stop(calls)
+        except Exception as error:
+            self._failed(error)
+
+    def forks(self, calls: Calls) -> None:
+        """The child would have a profiler that never ends, such as a DataLoader's worker for all its life. One that is paused it
+        can stop itself."""
+        if self._profiler is not None and not self._profiler.is_paused:
+            self.give_up("the script forked in a sampled step, so that there is no sample of it", calls)
+
+    def born(self, calls: Calls) -> None:
+        """In a fork, where nothing is in flight."""
         if self._profiler is not None:
-            settled(calls.in_flight, _LAST_PATIENCE_S)
-            self._stop(calls)
+            with contextlib.suppress(Exception):
+                self._stop(calls)
+
+    def end(self, calls: Calls) -> None:
+        """The script ends. A sample that waits for nothing but functional collectives is made."""
+        try:
+            if self._profiler is not None:
+                calls.stop()
+                self._pause(self._profiler)
+                self._finish(calls, _PATIENCE_S, is_last=True)
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        """Raises what is the script's own."""
+        self._is_plain = False
+        if is_of_script(error):
+            raise error
+        self._is_off = True
+        self._say(f"torch's profiler failed, so there are no more samples: {type(error).__name__}: {error}")
 
     def give_up(self, why: str, calls: Calls) -> None:
         self.abandon(calls)
@@ -193,27 +225,40 @@ class Sampling:
         self._over = _Over(step, *calls.stop())
         self._pause(profiler)
         self._cost += time.monotonic_ns() - began_ns
-        self._finish(calls)
+        self._finish(calls, _PATIENCE_S)
+
+    def _paused_step(self, profiler: Profiler, calls: Calls) -> None:
+        """The profiler waits for operations of an earlier step: look ever less often whether a backend's threads are calm."""
+        profiler.paused_steps += 1
+        if profiler.paused_steps == _SAID and self._over is not None:
+            self._say(
+                f"an operation of step {self._over.step.number} has not ended {_SAID} steps later, as a receive that nobody "
+                "sends for, or a send that nobody waits for: there are no samples until it has"
+            )
+        if calls.in_flight.is_empty() and profiler.paused_steps >= profiler.try_at:
+            profiler.try_at = 2 * profiler.paused_steps
+            self._finish(calls, _LATE_PATIENCE_S)
 
     def _pause(self, profiler: Profiler) -> None:
         profiler.pause()
         self.until_ns = _NEVER
 
-    def _finish(self, calls: Calls) -> None:
+    def _finish(self, calls: Calls, patience_s: float, *, is_last: bool = False) -> None:
         """Stop the profiler, and read what it saw, unless something of it is in flight for longer: then at the end of a later
         step."""
         began_ns = time.monotonic_ns()
         self._is_plain = False  # the next step holds what this takes
-        if not settled(calls.in_flight, _PATIENCE_S):
+        if not settled(calls.in_flight, patience_s, is_last=is_last):
+            self._cost += time.monotonic_ns() - began_ns
             return
-        (profiler, events), over = self._stop(calls), self._over
+        profiler, over = self._stop(calls), self._over
         self._over = None
         if over is None:
             return
         if over.step.number == _PROBE:
-            self._count(len(events))
+            self._count(len(profiler.events()))
             return
-        self._read(profiler, events, over, calls)
+        self._read(profiler, over, calls)
         self._cost += time.monotonic_ns() - began_ns
         self._costs.append(self._cost)
         self.distance = _distance(self._costs, self._plain)
@@ -223,16 +268,17 @@ class Sampling:
             text = f"every {self.distance} steps from here on: a sample costs {cost / 1e6:.1f} ms, a step takes {usual / 1e6:.1f}"
             self._put(Event(time.monotonic_ns(), "samples", text))
 
-    def _stop(self, calls: Calls) -> tuple[Profiler, Any]:
-        """The profiler that ran, and its events."""
+    def _stop(self, calls: Calls) -> Profiler:
+        """The profiler that ran."""
         assert self._profiler is not None
         profiler, self._profiler = self._profiler, None
         calls.in_flight.clear()
-        return profiler, profiler.stop()
+        profiler.stop()
+        return profiler
 
-    def _read(self, profiler: Profiler, events: Any, over: _Over, calls: Calls) -> None:
+    def _read(self, profiler: Profiler, over: _Over, calls: Calls) -> None:
         """Write down what the profiler saw."""
-        step = over.step
+        step, events = over.step, profiler.events()
         clock, thread = profiler.clock(events)
         if clock is None:
             text = f"the clocks differ by another time at the end of step {step.number} than at its start: no sample"

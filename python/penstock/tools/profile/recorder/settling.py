@@ -22,9 +22,9 @@ _PRUNE = 16
 _PAUSE_S = 0.001
 _CALM = 3
 """Looks in a row that find no thread of a backend at work."""
-_BACKENDS = ("pt_gloo", "penstock")
-"""How the names of their threads begin."""
-_UNWAITED_S = 10.0
+_BACKENDS = ("pt_gloo",)
+"""How the names of threads begin that note ends. penstock's callbacks do, which can be asked."""
+_UNWAITED_S = 30.0
 """After which a functional collective that nobody has waited for counts as ended: torch forgets it with the wait only."""
 
 
@@ -42,30 +42,34 @@ class InFlight:
     def __init__(self) -> None:
         self._works: list[Any] = []
         self._most = _PRUNE
-        self._unwaited, self._until_s = 0, 0.0
-
-    def begin(self) -> None:
-        """The profiler starts."""
-        self._works, self._unwaited, self._until_s = [], _unwaited(), 0.0
+        self._paused_s = 0.0
 
     def add(self, work: Any) -> None:
         self._works.append(work)
         if len(self._works) >= self._most:
-            self.is_empty()  # those that have ended must not keep their tensors
+            self._prune()  # those that have ended must not keep their tensors
             self._most = _PRUNE + 2 * len(self._works)
 
-    def is_empty(self) -> bool:
-        self._works = [work for work in self._works if not _has_ended(work)]
+    def pause(self) -> None:
+        """None is issued any more that counts."""
+        self._paused_s = time.monotonic()
+
+    def is_empty(self, *, is_last: bool = False) -> bool:
+        """Once there is a pause.
+
+        Args:
+            is_last: whether the script ends, and waits for nothing that it has not waited for.
+        """
+        self._prune()
         if self._works:
             return False
-        if _unwaited() <= self._unwaited:
-            return True
-        now_s = time.monotonic()
-        self._until_s = self._until_s or now_s + _UNWAITED_S
-        return now_s > self._until_s
+        return is_last or _unwaited() == 0 or time.monotonic() > self._paused_s + _UNWAITED_S
 
     def clear(self) -> None:
         self._works = []
+
+    def _prune(self) -> None:
+        self._works = [work for work in self._works if not _has_ended(work)]
 
 
 def _has_ended(work: Any) -> bool:
@@ -75,12 +79,12 @@ def _has_ended(work: Any) -> bool:
         return True
 
 
-def settled(in_flight: InFlight, patience_s: float) -> bool:
+def settled(in_flight: InFlight, patience_s: float, *, is_last: bool = False) -> bool:
     """Wait until nothing is in flight, and no thread of a backend is at work. Whether that is so."""
     until_s, calm = time.monotonic() + patience_s, 0
     while True:
         time.sleep(_PAUSE_S)
-        calm = calm + 1 if in_flight.is_empty() and not _is_at_work() else 0
+        calm = calm + 1 if in_flight.is_empty(is_last=is_last) and not _is_at_work() else 0
         left_s = until_s - time.monotonic()
         if calm >= _CALM and _have_returned(max(0.0, left_s)):
             return True
