@@ -1,8 +1,13 @@
-//! Which buckets go first, where the last gradients of a pass are needed first.
+//! What of a reducer goes first.
 
 use penstock_types::Priority;
 
-/// The priority of a bucket whose last gradient is this one of so many, where what is no bucket has the one that is given. What is
+/// The priority of a round of agreement, where buckets have the one that is given: urgent, since no bucket begins before it ends.
+pub(super) fn of_round(given: Priority) -> Priority {
+    given.min(Priority::LEAST_URGENT)
+}
+
+/// Where the last gradients of a pass are needed first: the priority of a bucket whose last gradient is this one of so many, where what is no bucket has the one that is given. What is
 /// urgent (below 0) stays so.
 pub(super) fn priority(given: Priority, last: usize, gradients: usize) -> Priority {
     let spread = given.0.saturating_add(level(last, gradients));
