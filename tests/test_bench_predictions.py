@@ -29,6 +29,10 @@ def test_other_changes_are_drawn_where_they_can_be_made() -> None:
     assert all(0 < pair.streams * pair.flow_mbit < pair.rate_mbit for pair in pairs[0::3])
     assert all((pair.ranks, pair.backend) == (4, "penstock") for pair in pairs[1::3])
     assert all(pair.micro_batch % 2 == 0 and pair.batch % pair.micro_batch == 0 for pair in pairs[2::3])
+    told = ["16 streams", "gradients summed host by host", "twice the micro-batches"]  # as `predict` names them
+    for pair in pairs[:3]:
+        matches = [predictions._change(pair)[1](change) for change in told]
+        assert matches == [pair.change == change for change in predictions.MORE]
     done = CliRunner().invoke(predictions.command, ["--changes", "float16,fewer"])
     assert done.exit_code == 2 and "no change fewer" in done.output
 

@@ -17,19 +17,26 @@ def said(*blocks: tuple[list[int], int]) -> list[dict[str, Any]]:
 
 
 def test_what_recording_adds() -> None:
-    """Of the median step, of pairs of blocks, and of all steps: a sample is in the mean alone, and what other work did to one
-    block of four in neither."""
+    """To the median step, to pairs of blocks, and to all steps, where what other work did to one block of four does not count."""
     plain = said(([100, 100, 100], 300), ([100, 100, 100], 300), ([110, 110, 110], 330), ([100, 100, 900], 300))
     recorded = said(([102, 102, 102], 309), ([101, 101, 161], 336), ([110, 111, 112], 330), ([102, 102, 102], 306))
-    row = recording.summarise([plain, [], recorded, []], "layers", 2, "gloo", 1)
-    assert (row.blocks, row.samples, row.step_s) == (4, 1, 1e-7)
-    assert row.median == pytest.approx(0.02) and row.pairs == pytest.approx(
-        (0.01 + 111 / 110 - 1) / 2 + 0.005, abs=0.006
-    )
+    row = recording.summarise([plain, [], recorded, []], "layers", 2, "gloo", [])
+    assert (row.blocks, row.samples, row.step_s) == (4, 0, 1e-7)
+    # Medians of blocks: +2, +1, +0.9 and +2 %.
+    assert row.median == pytest.approx(0.02) and row.pairs == pytest.approx(0.015, abs=1e-9)
     # Of +2 %, +21 %, +0.9 % and -72 % the middle two; of processor time +3, +12, 0 and +2 %.
     assert row.mean == pytest.approx((0.02 + 333 / 330 - 1) / 2) and row.processor == pytest.approx(0.025)
     [line] = recording.table([row]).lines
-    assert line.cells[:3] == ["layers", "2", "gloo"] and line.cells[-1] == "1"
+    assert line.cells[:3] == ["layers", "2", "gloo"] and line.cells[-1] == "0"
+
+
+def test_samples_are_in_the_mean() -> None:
+    """Rare as they are: ten blocks of 1,000, one of which has a sample of 300, whose reading takes 200 of the next."""
+    plain = said(*[([500, 500], 1000)] * 10)
+    recorded = said(*[([505, 505], 1010)] * 4, ([805, 505], 1310), ([705, 505], 1210), *[([505, 505], 1010)] * 4)
+    row = recording.summarise([plain, recorded], "layers", 1, "", [4])
+    assert row.median == pytest.approx(0.01) and row.pairs == pytest.approx(0.01)
+    assert row.mean == row.processor == pytest.approx(0.01 + 500 / 10_000) and row.samples == 1
 
 
 @pytest.mark.parametrize(
@@ -46,10 +53,11 @@ def test_what_is_refused(arguments: list[str], says: str) -> None:
 
 
 def test_both_jobs_run(tmp_path: Path) -> None:
-    """By turns, and one of them is recorded."""
+    """By turns, and one of them is recorded: of one rank and of two."""
     path = tmp_path / "rows.json"
-    words = ["--models", "layers", "--ranks", "1", "--blocks", "2", "--json", str(path)]
+    words = ["--models", "layers", "--ranks", "1,2", "--backends", "gloo", "--blocks", "6", "--json", str(path)]
     done = CliRunner().invoke(recording.command, words)
     assert done.exit_code == 0, done.output
-    [row] = json.loads(path.read_text())["runs"]
-    assert (row["model"], row["ranks"], row["blocks"]) == ("layers", 1, 2) and row["step_s"] > 0
+    rows = json.loads(path.read_text())["runs"]
+    assert [(row["model"], row["ranks"], row["blocks"]) for row in rows] == [("layers", 1, 6), ("layers", 2, 6)]
+    assert all(row["step_s"] > 0 for row in rows)

@@ -30,6 +30,9 @@ def step(x=None):
     optimizer.step()
 """
 
+PATIENT = "from penstock.tools.profile.recorder import sampling\nsampling._LATE_PATIENCE_S = 10.0\n"
+"""On a busy machine the profiler would stop some steps later, after the next sample."""
+
 
 @pytest.fixture
 def odd(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, forks: None) -> Any:
@@ -281,7 +284,7 @@ def test_an_operation_that_runs_on_after_its_step(odd: Any) -> None:
     """The profiler sees nothing else meanwhile, stops when it has ended, and the sample holds it
     whole."""
     records, _ = odd(
-        "dist.init_process_group('gloo')\n"
+        PATIENT + "dist.init_process_group('gloo')\n"
         "store = dist.distributed_c10d._get_default_store()\n"
         "x = torch.ones(3)\n"
         "for number in range(20):\n"
@@ -310,7 +313,7 @@ def test_an_operation_that_runs_on_after_its_step(odd: Any) -> None:
 def test_a_fork_while_the_profiler_waits(odd: Any) -> None:
     """The child can use a profiler of its own, and the sample is made."""
     records, said = odd(
-        "dist.init_process_group('gloo')\n"
+        PATIENT + "dist.init_process_group('gloo')\n"
         "x = torch.ones(3)\n"
         "for number in range(20):\n"
         "    if number == 4 and dist.get_rank() == 0:\n        work = dist.irecv(x, 1)\n"
@@ -344,7 +347,7 @@ def test_an_operation_that_never_ends(odd: Any) -> None:
         ranks=2,
     )
     assert len(record.steps) == 300 and not record.samples
-    assert "an operation of step 4 has not ended 128 steps later" in said
+    assert "an operation of a sampled step did not end" in said
     waited = [span for step in record.steps for span in step.spans if span.phase == "profiler" and step.number > 5]
     assert sum(span.end_ns - span.start_ns for span in waited) < 1_000_000_000
 
@@ -352,7 +355,7 @@ def test_an_operation_that_never_ends(odd: Any) -> None:
 def test_a_functional_collective_that_nobody_waits_for_yet(odd: Any) -> None:
     """It is launched in C++, and no work of it is seen: the profiler goes on until it was waited for."""
     records, _ = odd(
-        "import torch.distributed._functional_collectives as functional\n"
+        PATIENT + "import torch.distributed._functional_collectives as functional\n"
         "dist.init_process_group('gloo')\n"
         "for number in range(20):\n"
         "    if number == 4:\n        x = functional.all_reduce(torch.ones(3), 'sum', dist.group.WORLD)\n"

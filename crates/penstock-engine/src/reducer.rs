@@ -383,7 +383,7 @@ impl Reducer {
         drop(state);
         // Only one round runs at a time, so starting it outside of the lock keeps the order.
         let mut bits = bits;
-        let priority = order::of_round(self.0.priority);
+        let priority = order::of_round(self.0.priority, self.0.last_first);
         let call = self.call(ReduceOp::BitAnd, DType::U8, bits.len() as u64, bits.as_mut_ptr(), priority);
         let (reducer, began) = (self.clone(), Instant::now());
         self.start(&self.0.rounds, call, move |result| {

@@ -2,13 +2,14 @@
 
 use penstock_types::Priority;
 
-/// The priority of a round of agreement, where buckets have the one that is given: urgent, since no bucket begins before it ends.
-pub(super) fn of_round(given: Priority) -> Priority {
-    given.min(Priority::LEAST_URGENT)
+/// The priority of a round of agreement, if buckets have the given one. Where the next pass waits for the last gradients, rounds are
+/// urgent, and keep the queues short in which these would wait. Elsewhere that is not worth the stream that is kept free for it.
+pub(super) fn of_round(given: Priority, last_first: bool) -> Priority {
+    if last_first { given.min(Priority::LEAST_URGENT) } else { given }
 }
 
-/// Where the last gradients of a pass are needed first: the priority of a bucket whose last gradient is this one of so many, where what is no bucket has the one that is given. What is
-/// urgent (below 0) stays so.
+/// The priority of a bucket where the last gradients are needed first, by the index of its last gradient. What is urgent (below 0)
+/// stays so.
 pub(super) fn priority(given: Priority, last: usize, gradients: usize) -> Priority {
     let spread = given.0.saturating_add(level(last, gradients));
     Priority(if given.0 < 0 { spread.min(-1) } else { spread })
@@ -34,6 +35,15 @@ mod tests {
                 let found = priority(Priority(given), last, 100).0;
                 assert!(found >= given && (found < 0) == (given < 0), "{given}, {last}: {found}");
             }
+        }
+    }
+
+    /// Where gradients are needed one by one, and nowhere else. What the user has made more urgent stays so.
+    #[test]
+    fn rounds_are_urgent_where_a_pass_waits_for_them() {
+        for (given, round) in [(-5, -5), (-1, -1), (0, -1), (127, -1)] {
+            assert_eq!(of_round(Priority(given), true), Priority(round));
+            assert_eq!(of_round(Priority(given), false), Priority(given));
         }
     }
 

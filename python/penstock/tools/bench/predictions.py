@@ -27,7 +27,7 @@ from penstock.tools.bench.options import check_files
 from penstock.tools.bench.output import reporting_errors, result_console, say, write_json
 
 CHANGES = ("twice the link", "float16", "larger buckets", "penstock")
-"""What pairs are of where --changes names nothing."""
+"""The default of --changes."""
 MORE = ("more streams", "host by host", "twice the micro-batches")
 TARGET_MEDIAN, TARGET_MOST = 0.05, 0.15
 

@@ -11,7 +11,7 @@ import itertools
 import os
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,8 +74,8 @@ class Row:
     pairs: float
     """The median over pairs of blocks, one after the other, of what is added to their median steps."""
     mean: float
-    """What it adds to all steps together: the middle half of the pairs of blocks, which leaves out those that other work
-    disturbed."""
+    """What it adds to all steps together: the middle half of the pairs of blocks without samples, which leaves out those that
+    other work disturbed, and what samples add."""
     processor: float
     """The same of the processor time of all threads of rank 0."""
     samples: int
@@ -99,36 +99,53 @@ def measure(model: str, ranks: int, backend: str, *, blocks: int, timeout_s: flo
             "folder": folder,
             "blocks": blocks,
             "steps": STEPS[model],
-            "warmup": _WARM_UP,
+            "warmup": max(2, -(-_WARM_UP // STEPS[model])),
         }
         what = _name(model, ranks, backend)
         said = run_program(bed, "recording_rank", options, what=what, ranks=2 * ranks, timeout_s=timeout_s)
-        return summarise(said, model, ranks, backend, _samples(folder, said))
+        return summarise(said, model, ranks, backend, _samples(folder, said[ranks]))
 
 
 def _name(model: str, ranks: int, backend: str) -> str:
     return f"{model}, {plural(ranks, 'rank')}{f' over {backend}' if backend else ''}"
 
 
-def _samples(folder: str, said: Sequence[Sequence[dict[str, Any]]]) -> int:
-
+def _samples(folder: str, blocks: Sequence[dict[str, Any]]) -> list[int]:
+    """In which blocks samples were taken, one number for each."""
     from penstock.profiling.readers import load
 
     records = load(Path(folder, "profile"))
     if not isinstance(records, list) or not any(record.steps for record in records):
         raise BenchError("the job that was to be recorded was not")
     first = next(record for record in records if record.header.rank == 0 and not record.is_of_host)
-    begins = len(first.steps) - sum(1 + len(block["ns"]) for block in said[0])
-    return sum(sample.step >= begins for sample in first.samples)
+    # Each block has a step before the first that is measured.
+    length = 1 + len(blocks[0]["ns"])
+    begins = len(first.steps) - length * len(blocks)
+    return [(sample.step - begins) // length for sample in first.samples if sample.step >= begins]
 
 
-def summarise(said: Sequence[Sequence[dict[str, Any]]], model: str, ranks: int, backend: str, samples: int) -> Row:
-    """What the first rank of each job said, in numbers. Pure."""
+def summarise(
+    said: Sequence[Sequence[dict[str, Any]]], model: str, ranks: int, backend: str, sampled: Sequence[int]
+) -> Row:
+    """What the first rank of each job said, in numbers. Pure.
+
+    Args:
+        sampled: blocks in which samples were taken. What one costs may lie in the next block, too.
+    """
     plain, recorded = said[0], said[ranks]
-    pairs = list(zip(plain, recorded, strict=True))
+    touched = {block + after for block in sampled for after in (0, 1) if block + after < len(plain)}
+    pairs = [pair for number, pair in enumerate(zip(plain, recorded, strict=True)) if number not in touched]
+    if not pairs:
+        raise BenchError(f"{model}: every block has a sample: make more --blocks")
 
-    def added(of: Any) -> list[float]:
+    def added(of: Callable[[dict[str, Any]], float]) -> list[float]:
         return [of(with_it) / of(without) - 1 for without, with_it in pairs]
+
+    def whole(of: Callable[[dict[str, Any]], float]) -> float:
+        """Of all blocks."""
+        usual, usual_plain = (statistics.median(of(pair[at]) for pair in pairs) for at in (1, 0))
+        samples = sum(of(recorded[block]) - usual for block in touched)
+        return _middle(added(of)) + samples / (usual_plain * len(plain))
 
     steps = [
         statistics.median(itertools.chain.from_iterable(block["ns"] for block in job)) for job in (plain, recorded)
@@ -137,13 +154,13 @@ def summarise(said: Sequence[Sequence[dict[str, Any]]], model: str, ranks: int, 
         model,
         ranks,
         backend,
-        len(pairs),
+        len(plain),
         steps[0] / 1e9,
         steps[1] / steps[0] - 1,
         statistics.median(added(lambda block: statistics.median(block["ns"]))),
-        _middle(added(lambda block: sum(block["ns"]))),
-        _middle(added(lambda block: block["processor_ns"])),
-        samples,
+        whole(lambda block: sum(block["ns"])),
+        whole(lambda block: block["processor_ns"]),
+        len(sampled),
     )
 
 
@@ -162,7 +179,9 @@ def table(rows: Sequence[Row]) -> Table:
         Column("step", meaning="the median of the job that is not recorded"),
         Column("median", meaning="what recording adds to the median step"),
         Column("pairs", meaning="the same, the median of pairs of blocks"),
-        Column("mean", meaning="what it adds to all steps, the middle half of the pairs of blocks"),
+        Column(
+            "mean", meaning="what it adds to all steps: the middle half of the pairs of blocks, and what samples cost"
+        ),
         Column("processor", meaning="the same of processor time"),
         Column("samples", meaning="steps with torch's profiler in the blocks"),
     ]
@@ -182,5 +201,5 @@ def table(rows: Sequence[Row]) -> Table:
     return Table("What recording adds to a step", columns, lines, note="Target: 2 %.")
 
 
-_WARM_UP = 2
-"""Blocks: connections, caches, and the three samples that are taken early."""
+_WARM_UP = 24
+"""Steps at least: connections, caches, and the three samples that are taken early."""

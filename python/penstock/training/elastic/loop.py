@@ -303,15 +303,15 @@ def _sentence(error: Exception) -> str:
 
 def _lost_ranks() -> dict[int, str]:
     """Ranks of this generation that the engine knows to be lost, with the reasons."""
+    if not dist.is_initialized():
+        return {}
     try:
         peers = process.stats()["peers"]
     except Closed:
         return {}
-    lost = [peer for peer in peers if peer["lost"]]
-    if dist.is_initialized():
-        # A server or client of endpoints is a peer, too, and may have a member's number.
-        members = {process.described(contact) for contact in backend.of()._member.contacts.values()}
-        lost = [peer for peer in lost if (peer["rank"], peer["host"], peer["address"]) in members]
+    # A server or client of endpoints is a peer, too, and may have a member's number.
+    members = {process.described(contact) for contact in backend.of()._member.contacts.values()}
+    lost = [peer for peer in peers if peer["lost"] and (peer["rank"], peer["host"], peer["address"]) in members]
     return {peer["rank"]: f"rank {peer['rank']} on {peer['host']}: {peer['lost']}" for peer in lost}
 
 

@@ -61,6 +61,13 @@ class Profiler:
             torch.autograd._enable_record_function(True)
         self._own.__exit__(None, None, None)
 
+    def drop(self) -> None:
+        """Stop in a fork, where nothing is in flight, and the device cannot be asked."""
+        self._own.use_device = None
+        self._own.__exit__(None, None, None)
+        # Not where that has failed: it would see the child's operators, and keep them.
+        torch.autograd._enable_record_function(True)
+
     def events(self) -> Sequence[Any]:
         """Kineto's. After `stop`."""
         found: Sequence[Any] = self._own.kineto_results.events()

@@ -25,7 +25,7 @@ EARLY = (4, 8, 16)
 """Steps that are sampled whatever it costs, so that a short run has three samples."""
 
 _ODD = 21
-"""Of what samples are modulo their distance: what a script does in each 32nd or 64th step is in none of them, and not in all."""
+"""The remainder of samples by their distance. Were it 0, what a script does in each 32nd or 64th step would be in all of them."""
 
 SHARE = 0.01
 """Of the time that samples may cost."""
@@ -48,6 +48,10 @@ _MOST, _EVENT_BYTES, _MEMORY_SHARE = 2_000_000, 1800, 4
 """Without shapes: 10^6 took 1.75 GB when they had been read. They may take a fourth of the memory that is free."""
 _PROBED_NS = 300_000_000
 """A step that is shorter has no more than about 150,000 events: 10^6 take 2 s."""
+_WAITS = (
+    "an operation of a sampled step did not end, as a receive that nobody sends for, or a send that nobody waits for: there are "
+    "no samples until it has"
+)
 _YIELDS = "the script runs torch's profiler itself: there are no samples while it does"
 
 
@@ -160,17 +164,22 @@ class Sampling:
 
     def born(self, calls: Calls) -> None:
         """In a fork, where nothing is in flight."""
-        if self._profiler is not None:
+        own, self._profiler = self._profiler, None
+        if own is not None:
+            calls.in_flight.clear()
             with contextlib.suppress(Exception):
-                self._stop(calls)
+                own.drop()
 
     def end(self, calls: Calls) -> None:
-        """The script ends. A sample that waits for nothing but functional collectives is made."""
+        """The script ends. A sample that waits for nothing but functional collectives is made: most often they have ended long
+        ago, and were not waited for."""
         try:
             if self._profiler is not None:
                 calls.stop()
                 self._pause(self._profiler)
                 self._finish(calls, _PATIENCE_S, is_last=True)
+                if self._profiler is not None:
+                    self._say(_WAITS)
         except Exception as error:
             self._failed(error)
 
@@ -230,11 +239,8 @@ class Sampling:
     def _paused_step(self, profiler: Profiler, calls: Calls) -> None:
         """The profiler waits for operations of an earlier step: look ever less often whether a backend's threads are calm."""
         profiler.paused_steps += 1
-        if profiler.paused_steps == _SAID and self._over is not None:
-            self._say(
-                f"an operation of step {self._over.step.number} has not ended {_SAID} steps later, as a receive that nobody "
-                "sends for, or a send that nobody waits for: there are no samples until it has"
-            )
+        if profiler.paused_steps == _SAID and not calls.in_flight.is_empty():
+            self._say(_WAITS)
         if calls.in_flight.is_empty() and profiler.paused_steps >= profiler.try_at:
             profiler.try_at = 2 * profiler.paused_steps
             self._finish(calls, _LATE_PATIENCE_S)

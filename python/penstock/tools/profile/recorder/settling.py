@@ -24,8 +24,9 @@ _CALM = 3
 """Looks in a row that find no thread of a backend at work."""
 _BACKENDS = ("pt_gloo",)
 """How the names of threads begin that note ends. penstock's callbacks do, which can be asked."""
-_UNWAITED_S = 30.0
-"""After which a functional collective that nobody has waited for counts as ended: torch forgets it with the wait only."""
+_UNWAITED_S, _UNWAITED_LAST_S = 30.0, 2.0
+"""After which a functional collective that nobody has waited for counts as ended: torch forgets it with the wait only. The second
+where the script ends."""
 
 
 def _none() -> int:
@@ -51,19 +52,20 @@ class InFlight:
             self._most = _PRUNE + 2 * len(self._works)
 
     def pause(self) -> None:
-        """None is issued any more that counts."""
+        """Operations issued from now on do not count."""
         self._paused_s = time.monotonic()
 
     def is_empty(self, *, is_last: bool = False) -> bool:
         """Once there is a pause.
 
         Args:
-            is_last: whether the script ends, and waits for nothing that it has not waited for.
+            is_last: whether the script ends.
         """
         self._prune()
         if self._works:
             return False
-        return is_last or _unwaited() == 0 or time.monotonic() > self._paused_s + _UNWAITED_S
+        unwaited_s = _UNWAITED_LAST_S if is_last else _UNWAITED_S
+        return _unwaited() == 0 or time.monotonic() > self._paused_s + unwaited_s
 
     def clear(self) -> None:
         self._works = []
