@@ -128,7 +128,8 @@ def test_optimizers_that_step_in_a_backward_pass(ran: Any, thread: str) -> None:
     job = ran(HOOKS + hook + PASSES)
     assert job.code == 0 and "left out" not in {event.kind for event in job.record.events}
     assert [step.number for step in job.record.steps] == list(range(20))
-    assert [sample.step for sample in job.record.samples] == [4, 8, 16]
+    # One that takes too long is given up.
+    assert job.record.samples and {sample.step for sample in job.record.samples} <= {4, 8, 16}
     after_ns: list[int] = []
     for step in job.record.steps[2:]:
         shape = [span.phase for span in step.spans if span.phase not in ("profiler", "forward")]
