@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ def test_what_recording_adds() -> None:
     assert row.median == pytest.approx(0.02) and row.pairs == pytest.approx(0.015, abs=1e-9)
     # Of +2 %, +21 %, +0.9 % and -72 % the middle two; of processor time +3, +12, 0 and +2 %.
     assert row.mean == pytest.approx((0.02 + 333 / 330 - 1) / 2) and row.processor == pytest.approx(0.025)
-    [line] = recording.table([row]).lines
-    assert line.cells[:3] == ["layers", "2", "gloo"] and line.cells[-1] == "0"
+    others = [dataclasses.replace(row, median=median, samples=1) for median in (0.01, 0.04)]
+    [line] = recording.table([row, *others]).lines
+    assert line.cells[:4] == ["layers", "2", "gloo", "3"] and line.cells[-1] == "2"
+    assert line.cells[5:8] == ["+2.0%", "+1.0%, +4.0%", "+1.5%"]
 
 
 def test_samples_are_in_the_mean() -> None:
@@ -55,7 +58,8 @@ def test_what_is_refused(arguments: list[str], says: str) -> None:
 def test_both_jobs_run(tmp_path: Path) -> None:
     """By turns, and one of them is recorded: of one rank and of two."""
     path = tmp_path / "rows.json"
-    words = ["--models", "layers", "--ranks", "1,2", "--backends", "gloo", "--blocks", "6", "--json", str(path)]
+    words = ["--models", "layers", "--ranks", "1,2", "--backends", "gloo", "--pairs", "1", "--blocks", "6"]
+    words += ["--json", str(path)]
     done = CliRunner().invoke(recording.command, words)
     assert done.exit_code == 0, done.output
     rows = json.loads(path.read_text())["runs"]
