@@ -370,6 +370,22 @@ def test_a_functional_collective_that_nobody_waits_for_yet(odd: Any) -> None:
     assert [[sample.step for sample in record.samples] for record in records] == [[4, 8, 16]] * 2
 
 
+def test_a_functional_collective_that_nobody_waits_for(odd: Any) -> None:
+    """torch never forgets it. The sample is made where the script ends."""
+    records, _ = odd(
+        "import torch.distributed._functional_collectives as functional\n"
+        "dist.init_process_group('gloo')\n"
+        "for number in range(20):\n"
+        "    if number == 4:\n        functional.all_reduce(torch.ones(3), 'sum', dist.group.WORLD)\n"
+        "    step()\n"
+        "dist.barrier()\n"
+        "time.sleep(2.5)\n"
+        "dist.destroy_process_group()\n",
+        ranks=2,
+    )
+    assert [[sample.step for sample in record.samples] for record in records] == [[4]] * 2
+
+
 @pytest.mark.parametrize("kind", ["profiler.emit_nvtx", "profiler.emit_itt", "profiler_legacy.profile"])
 def test_other_profilers_of_torch_go_first(odd: Any, kind: str) -> None:
     """There can be one at a time, and it is theirs, unless it is switched off."""

@@ -138,8 +138,7 @@ class Sampling:
         self._over = None
         try:
             if self._profiler is not None:
-                calls.stop()
-                self._pause(self._profiler)
+                self._pause(self._profiler, calls)
                 self._finish(calls, _PATIENCE_S)
         except Exception as error:
             self._failed(error)
@@ -175,8 +174,7 @@ class Sampling:
         ago, and were not waited for."""
         try:
             if self._profiler is not None:
-                calls.stop()
-                self._pause(self._profiler)
+                self._pause(self._profiler, calls)
                 self._finish(calls, _PATIENCE_S, is_last=True)
                 if self._profiler is not None:
                     self._say(_WAITS)
@@ -231,8 +229,7 @@ class Sampling:
         """The sampled one."""
         began_ns = time.monotonic_ns()
         profiler.step_ended()
-        self._over = _Over(step, *calls.stop())
-        self._pause(profiler)
+        self._over, self.until_ns = _Over(step, *calls.stop()), _NEVER
         self._cost += time.monotonic_ns() - began_ns
         self._finish(calls, _PATIENCE_S)
 
@@ -245,9 +242,11 @@ class Sampling:
             profiler.try_at = 2 * profiler.paused_steps
             self._finish(calls, _LATE_PATIENCE_S)
 
-    def _pause(self, profiler: Profiler) -> None:
-        profiler.pause()
-        self.until_ns = _NEVER
+    def _pause(self, profiler: Profiler, calls: Calls) -> None:
+        if not profiler.is_paused:
+            calls.stop()
+            profiler.pause()
+            self.until_ns = _NEVER
 
     def _finish(self, calls: Calls, patience_s: float, *, is_last: bool = False) -> None:
         """Stop the profiler, and read what it saw, unless something of it is in flight for longer: then at the end of a later
