@@ -292,7 +292,8 @@ ODD_NAMES = [
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(fault, marks=[] if fault == "retransmissions" else [pytest.mark.release])
+        # Beside other tests what processors do is another fault, and hides some: not this one.
+        pytest.param(fault, marks=[] if fault == "one-flow cap" else [pytest.mark.release])
         for fault in planted_faults.FAULTS
     ],
 )
