@@ -55,6 +55,17 @@ def test_what_is_refused(arguments: list[str], says: str) -> None:
     assert done.exit_code == 2 and says in done.output
 
 
+def test_a_control_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both jobs run as they are."""
+
+    def looked_at(*_: object) -> list[int]:
+        raise AssertionError("there is no record")
+
+    monkeypatch.setattr(recording, "_samples", looked_at)
+    row = recording.measure("layers", 1, "", blocks=2, control=True, timeout_s=120)
+    assert (row.blocks, row.samples) == (2, 0)
+
+
 def test_both_jobs_run(tmp_path: Path) -> None:
     """By turns, and one of them is recorded: of one rank and of two."""
     path = tmp_path / "rows.json"

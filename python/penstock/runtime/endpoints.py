@@ -29,7 +29,7 @@ from penstock import _core
 from penstock.errors import Closed, PenstockError, Refused
 from penstock.errors import Config as ConfigError
 from penstock.errors import Timeout as TimeoutError_
-from penstock.runtime import config, process, urgency
+from penstock.runtime import config, contacts, process, urgency
 from penstock.runtime.door import Address, Door, enter
 from penstock.runtime.spans import array, span
 from penstock.runtime.store import Keys, StoreError, base
@@ -519,7 +519,7 @@ class Client:
         return contact, answer, secret
 
     def _check_other(self, contact: str) -> None:
-        if _node(contact) == _node(self._engine.core.contact()):
+        if contacts.parse(contact).node == contacts.parse(self._engine.core.contact()).node:
             raise ConfigError(
                 f"endpoint {self.name} is served by this very process: call its handlers, or connect from another one"
             )
@@ -645,13 +645,9 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"a name is a text of 1 to {_LONGEST_NAME} bytes, and not {name!r}")
 
 
-def _node(contact: str) -> str:
-    return contact.split(" ")[1]
-
-
 def _described(contact: str) -> str:
     """A process, for messages."""
-    rank, host, address = process.described(contact)
+    _, rank, host, address = contacts.parse(contact)
     return f"rank {rank}, {address} on {host}"
 
 

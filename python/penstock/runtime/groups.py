@@ -25,7 +25,7 @@ from penstock.cluster import deployment, jobs
 from penstock.errors import Config as ConfigError
 from penstock.errors import PenstockError, Refused
 from penstock.errors import Timeout as TimeoutError_
-from penstock.runtime import config, process
+from penstock.runtime import config, contacts, process
 from penstock.runtime.store import Keys, StoreError, base, is_served_here, keep_alive
 
 __all__ = ["Membership", "Opening", "join"]
@@ -496,11 +496,12 @@ def _announce(membership: Membership, settings: config.Settings, agreed: dict[st
     if not log.isEnabledFor(logging.INFO):
         return
     # Each pair of ranks of a host finds out what is possible between them; a fallback shows here.
-    others = {int(member.split(" ")[2]) for member in members} - {membership.engine.job_rank}
+    known = [contacts.parse(member) for member in members]
+    others = {each.rank for each in known} - {membership.engine.job_rank}
     peers = membership.engine.core.stats()["peers"]
     media = collections.Counter(peer["medium"] for peer in peers if peer["rank"] in others and peer["lost"] is None)
     interfaces = ", ".join(f"{name} {address}" for name, address in membership.engine.interfaces)
-    hosts = len({member.split(" ")[3] for member in members})
+    hosts = len({each.host for each in known})
     guard = "PENSTOCK_SECRET" if agreed["secret"] is None else "generated (guards against accidents only)"
     log.info(
         "group %s: %d ranks on %d host name(s), %d TCP streams a peer (%d within a host) over %s (%s), rank 0 reaches the others "

@@ -23,7 +23,7 @@ from penstock.errors import Closed
 from penstock.runtime import config
 from penstock.runtime import store as stores
 
-__all__ = ["Engine", "described", "engine", "observe", "requests", "set_generation", "stats"]
+__all__ = ["Engine", "engine", "observe", "requests", "set_generation", "stats"]
 
 log = logging.getLogger("penstock")
 
@@ -63,12 +63,6 @@ def set_generation(generation: int | None) -> None:
 def life() -> int:
     """The number of the job's life: torchrun's count of restarts, unless `set_generation` was called."""
     return config.restarts() if _generation is None else _generation
-
-
-def described(contact: str) -> tuple[int, str, str]:
-    """The process of a contact, as `stats` has peers: rank in the job, host, first address."""
-    fields = contact.split(" ")
-    return int(fields[2]), fields[3], fields[5].split(",")[0]
 
 
 def observe(observer: Callable[[_core.Engine | None], None]) -> None:

@@ -29,6 +29,7 @@ from penstock.tools.bench.output import reporting_errors, result_console, say, w
 from penstock.tools.bench.program import run_program
 from penstock.tools.testbed.bed import Loopback
 
+JOBS = ("plain", "recorded")
 STEPS = {"layers": 100, "char-gpt": 10, "cnn": 6}
 """Of a block, by model: a third of a second or so."""
 
@@ -39,10 +40,18 @@ STEPS = {"layers": 100, "char-gpt": 10, "cnn": 6}
 @click.option("--backends", default="gloo,penstock", show_default=True, help="Of jobs with several ranks.")
 @click.option("--pairs", type=click.IntRange(1), default=11, show_default=True, help="Of fresh jobs.")
 @click.option("--blocks", type=click.IntRange(2), default=10, show_default=True, help="Of each job.")
+@click.option("--control", is_flag=True, help="Record neither job: how much two equal jobs differ.")
 @click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds for each pair of jobs.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
 def command(
-    models: str, ranks: str, backends: str, pairs: int, blocks: int, timeout: float, json_path: str | None
+    models: str,
+    ranks: str,
+    backends: str,
+    pairs: int,
+    blocks: int,
+    control: bool,
+    timeout: float,
+    json_path: str | None,
 ) -> None:
     """Measure what `penstock profile` adds to a step.
 
@@ -59,7 +68,7 @@ def command(
             for backend in named if count > 1 else [""]:
                 for number in range(pairs):
                     say(f"{_name(model, count, backend)}, pair {number + 1} of {pairs} ...")
-                    rows.append(measure(model, count, backend, blocks=blocks, timeout_s=timeout))
+                    rows.append(measure(model, count, backend, blocks=blocks, control=control, timeout_s=timeout))
                     write_json(json_path, description, [asdict(row) for row in rows])
         result_console().print(table(rows).for_terminal())
 
@@ -87,20 +96,21 @@ class Row:
     """Of torch's profiler, in the blocks."""
 
 
-def measure(model: str, ranks: int, backend: str, *, blocks: int, timeout_s: float) -> Row:
-    """Run both jobs.
+def measure(model: str, ranks: int, backend: str, *, blocks: int, control: bool, timeout_s: float) -> Row:
+    """Run both jobs; as a control, neither is recorded.
 
     Raises:
         BenchError: a rank failed or hung, with the end of what it said.
     """
     with tempfile.TemporaryDirectory() as folder, Loopback(hosts=1) as bed:
         os.mkdir(os.path.join(folder, "profile"))
-        for job in ("plain", "recorded"):
+        for job in JOBS:
             os.mkfifo(os.path.join(folder, job))
         options = {
             "model": model,
             "ranks": ranks,
             "backend": backend,
+            "control": control,
             "folder": folder,
             "blocks": blocks,
             "steps": STEPS[model],
@@ -108,7 +118,7 @@ def measure(model: str, ranks: int, backend: str, *, blocks: int, timeout_s: flo
         }
         what = _name(model, ranks, backend)
         said = run_program(bed, "recording_rank", options, what=what, ranks=2 * ranks, timeout_s=timeout_s)
-        return summarise(said, model, ranks, backend, _samples(folder, said[ranks]))
+        return summarise(said, model, ranks, backend, [] if control else _samples(folder, said[ranks]))
 
 
 def _name(model: str, ranks: int, backend: str) -> str:

@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from penstock.tools.bench.recording import JOBS
 from penstock.tools.bench.training_rank import MODELS
 from penstock.tools.profile.run import environment
-
-JOBS = ("plain", "recorded")
 
 
 def main() -> None:
@@ -35,7 +34,8 @@ def _choose(options: dict[str, Any]) -> None:
     """Of so many ranks a job, this one's; then it becomes that rank."""
     rank = int(os.environ["RANK"])
     options["job"], options["rank"] = JOBS[rank // options["ranks"]], rank % options["ranks"]
-    env = environment(Path(options["folder"], "profile")) if options["job"] == "recorded" else dict(os.environ)
+    is_recorded = options["job"] == JOBS[1] and not options["control"]
+    env = environment(Path(options["folder"], "profile")) if is_recorded else dict(os.environ)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         env.pop(name, None)
     os.execve(sys.executable, [sys.executable, "-m", __spec__.name, json.dumps(options)], env)

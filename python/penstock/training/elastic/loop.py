@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from penstock.errors import Closed, Mismatch, PeerLost, PenstockError
 from penstock.errors import Config as ConfigError
-from penstock.runtime import config, process
+from penstock.runtime import config, contacts, process
 from penstock.torch import backend
 from penstock.training.elastic.membership import Finished, LeftBehind, Lobby, Roster, Rules, TooFew, connect
 from penstock.training.elastic.state import MembershipChanged, State
@@ -310,7 +310,7 @@ def _lost_ranks() -> dict[int, str]:
     except Closed:
         return {}
     # A server or client of endpoints is a peer, too, and may have a member's number.
-    members = {process.described(contact) for contact in backend.of()._member.contacts.values()}
+    members = {contacts.parse(text)[1:] for text in backend.of()._member.contacts.values()}
     lost = [peer for peer in peers if peer["lost"] and (peer["rank"], peer["host"], peer["address"]) in members]
     return {peer["rank"]: f"rank {peer['rank']} on {peer['host']}: {peer['lost']}" for peer in lost}
 

@@ -56,7 +56,7 @@ class InFlight:
         self._paused_s = time.monotonic()
 
     def is_empty(self, *, is_last: bool = False) -> bool:
-        """Once there is a pause.
+        """Whether all have ended, as far as that can be known. To be asked after `pause`.
 
         Args:
             is_last: whether the script ends.
