@@ -63,6 +63,16 @@ def test_a_pair_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) ->
     assert "1 of 3 pairs failed" in done.output
 
 
+def test_an_interrupt_ends_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C reaches the training of a pair, which ends with 130; a SIGTERM is handed on to it."""
+    ran = []
+    for code in (130, 143):
+        monkeypatch.setattr("penstock.tools.profile.run.run", lambda *_, code=code, **__: ran.append(code) or code)
+        done = CliRunner().invoke(predictions.command, ["--pairs", "3"])
+        assert done.exit_code == 130 and "interrupted" in done.output
+    assert ran == [130, 143]
+
+
 @pytest.mark.skipif(unavailable() is not None, reason=f"no emulated hosts here: {unavailable()}")
 @pytest.mark.usefixtures("forks")
 def test_a_pair_runs(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Models, batches, rates and changes are drawn from a seed. The target: half of th
 from __future__ import annotations
 
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -193,6 +194,8 @@ def _profiled(pair: Pair, settings: Mapping[str, str | float], steps: int, timeo
     train += ["--parallel", "pipeline", "--micro-batch", str(pair.micro_batch)] if pair.micro_batch else []
     with tempfile.TemporaryDirectory() as folder:
         code = run.run([*bed, "--", *train], Path(folder), {**usual, **settings}, stdout=subprocess.DEVNULL)
+        if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+            raise KeyboardInterrupt  # the training has taken the signal, which was for all pairs
         if code != 0:
             raise BenchError(f"the training of pair {pair.seed} ended with status {code}")
         try:
