@@ -22,17 +22,13 @@ def test_pairs_are_drawn_from_their_seed() -> None:
     assert all((pair.flow_mbit > 0) == (pair.backend == "gloo" and pair.change == "penstock") for pair in pairs)
 
 
-def test_other_changes_are_drawn_where_they_can_be_made() -> None:
-    """Fewer streams than the link has room for; a pipeline whose micro-batches can be halved."""
+def test_more_streams_are_drawn_where_there_is_room() -> None:
+    """Fewer at first than the link has room for."""
     pairs = [drawn(seed, predictions.MORE) for seed in range(60)]
-    assert [pair.change for pair in pairs[:3]] == list(predictions.MORE)
-    assert all(0 < pair.streams * pair.flow_mbit < pair.rate_mbit for pair in pairs[0::3])
-    assert all((pair.ranks, pair.backend) == (4, "penstock") for pair in pairs[1::3])
-    assert all(pair.micro_batch % 2 == 0 and pair.batch % pair.micro_batch == 0 for pair in pairs[2::3])
-    told = ["16 streams", "gradients summed host by host", "twice the micro-batches"]  # as `predict` names them
-    for pair in pairs[:3]:
-        matches = [predictions._change(pair)[1](change) for change in told]
-        assert matches == [pair.change == change for change in predictions.MORE]
+    assert {pair.change for pair in pairs} == set(predictions.MORE)
+    assert all(0 < pair.streams * pair.flow_mbit < pair.rate_mbit for pair in pairs)
+    _, is_about_it, settings = predictions._change(pairs[0])
+    assert is_about_it("16 streams") and not is_about_it("float16") and not settings  # as `predict` names it
     done = CliRunner().invoke(predictions.command, ["--changes", "float16,fewer"])
     assert done.exit_code == 2 and "no change fewer" in done.output
 

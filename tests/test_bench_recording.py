@@ -55,7 +55,14 @@ def test_what_is_refused(arguments: list[str], says: str) -> None:
     assert done.exit_code == 2 and says in done.output
 
 
-def test_a_control_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some steps instead of hundreds."""
+    monkeypatch.setitem(recording.STEPS, "layers", 25)
+
+
+@pytest.mark.usefixtures("short")
+def test_a_control_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both jobs run as they are."""
 
     def looked_at(*_: object) -> list[int]:
@@ -66,6 +73,7 @@ def test_a_control_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (row.blocks, row.samples) == (2, 0)
 
 
+@pytest.mark.usefixtures("short")
 def test_both_jobs_run(tmp_path: Path) -> None:
     """By turns, and one of them is recorded: of one rank and of two."""
     path = tmp_path / "rows.json"

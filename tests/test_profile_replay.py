@@ -237,14 +237,14 @@ def test_predictions_are_what_the_changed_world_does() -> None:
         "twice the link": replace(world, per_byte_ns=7.0),
         "gradients as float16 on the wire": half,
         "gradients summed by an aggregator": replace(world, per_byte_ns=8.0 / 1.5),
-        "16 streams": replace(world, per_byte_ns=2.0),
+        "23 streams": replace(world, per_byte_ns=2.0 / 0.95),
         "no straggler": world,
     }
     for change, changed in expected.items():
         assert told[change].after_ns == pytest.approx(changed.step_ns(), rel=5e-3), change
         assert told[change].before_ns == pytest.approx(world.step_ns(), rel=1e-6)
         assert told[change].error < 0.01
-    assert told["16 streams"].how == "PENSTOCK_STREAMS=16" and told["16 streams"].settings == {"PENSTOCK_STREAMS": "16"}
+    assert told["23 streams"].how == "PENSTOCK_STREAMS=23" and told["23 streams"].settings == {"PENSTOCK_STREAMS": "23"}
     assert "1000 Mbit/s on the wire, 400 us an operation" in told["twice the link"].because
 
 

@@ -173,10 +173,9 @@ def _bubble(measures: Measures) -> Iterator[Cause]:
         "bubble",
         "wait",
         f"pipeline stages wait {_ms(cost_ns)} a step for their first and last micro-batches, {share:.0%} of it",
-        "twice the micro-batches a step (half the size each), or an interleaved schedule",
+        "an interleaved schedule with two stages a rank, or more micro-batches a step",
         cost_ns,
-        # (p - 1) / (m + p - 1) of the step with p stages and m micro-batches: with 2 m nearly half.
-        cost_ns * (1 - 1 / (2 - share)),
+        cost_ns / 2,  # p ranks with v stages each stand still for (p - 1) / v passes
         numbers={"bubble_ms": cost_ns / 1e6, "share_of_step": share},
     )
 
@@ -379,10 +378,10 @@ def _flow_cap(measures: Measures, links: Sequence[Link], cost_ns: float) -> Caus
     if not 0 < (link.share or 0.0) < FULL or count >= MOST_STREAMS:
         change, gain_ns = "more streams to each peer: PENSTOCK_STREAMS=16, if that is not set already", None
     else:
-        wanted = min(MOST_STREAMS, max(2 * count, math.ceil(count * FULL / (link.share or FULL))))
+        wanted = min(MOST_STREAMS, math.ceil(SPARE * count * REACHED / (link.share or REACHED)))
         change = f"PENSTOCK_STREAMS={wanted}"
         is_known = link.limit is not None and link.limit.is_known
-        gain_ns = cost_ns * (1 - max(count / wanted, (link.share or 0.0) / FULL)) if is_known else None
+        gain_ns = cost_ns * (1 - max(count / wanted, (link.share or 0.0) / REACHED)) if is_known else None
     if measures.backend in ONE_STREAM:
         change = f"init_process_group('penstock') instead of {measures.backend}: it has several streams to each peer"
     return Cause("flow cap", "wire", text, change, cost_ns, gain_ns, None, link.host, link.interface, numbers)
@@ -536,6 +535,10 @@ FOREIGN_OF_HIGHEST = 0.3
 NEARLY_FULL = 0.6
 FULL = 0.75
 """A collective does not fill a link at its start, at its end and between its hops; large all-reduces of Penstock reach 0.94."""
+REACHED = 0.95
+"""Of a link's payload: what penstock's large all-reduces carry where no flow's cap holds (docs/benchmarks)."""
+SPARE = 1.5
+"""Times the flows that would fill a link if all were busy all the time: just those reach 85 to 95 % of it."""
 CONGESTED = 0.4
 QUEUES = 4.0
 """Times the shortest round trip. Losses of a bad cable come without a queue."""

@@ -112,20 +112,18 @@ def _follows(model: Model, chain: Sequence[int], at: int, order: Order, batches:
     return True
 
 
-def scheduled(model: Model, found: Pipeline, order: Order | None = None, *, stages: int = 1, split: int = 1) -> Model:
+def scheduled(model: Model, found: Pipeline, order: Order | None = None, *, stages: int = 1) -> Model:
     """The step with another schedule.
 
     Args:
         order: None: the one that it has.
         stages: of a rank; each takes that part of its passes.
-        split: into how many micro-batches each one is split.
     """
-    batches = found.batches * split
     moves: list[Move] = []
     acts: dict[int, list[Act]] = {rank: [] for rank in model.acts}
     carried = {rank: model.passes[rank].before_ns for rank in model.acts}
     for chain in found.chains:
-        _schedule(model, chain, order or found.order, batches, stages, moves, acts, carried)
+        _schedule(model, chain, order or found.order, found.batches, stages, moves, acts, carried)
     # What is no pipeline's stays behind it, in its order.
     number: dict[int, int] = {}
     for at, move in enumerate(model.moves):

@@ -29,7 +29,7 @@ from penstock.tools.bench.output import reporting_errors, result_console, say, w
 
 CHANGES = ("twice the link", "float16", "larger buckets", "penstock")
 """The default of --changes."""
-MORE = ("more streams", "host by host", "twice the micro-batches")
+MORE = ("more streams",)
 TARGET_MEDIAN, TARGET_MOST = 0.05, 0.15
 
 
@@ -47,12 +47,8 @@ class Pair:
     """0: no cap."""
     bucket_mb: float
     backend: str
-    ranks: int = 2
-    """On two hosts."""
     streams: int = 0
     """Between two ranks; 0: penstock's default."""
-    micro_batch: int = 0
-    """Sequences of one, in a pipeline; 0: data parallel."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +86,6 @@ def drawn(seed: int, changes: Sequence[str] = CHANGES) -> Pair:
     )
     if change == "more streams":
         return replace(pair, backend="penstock", streams=draw.randrange(1, round(rate / flow)))
-    if change == "host by host":
-        return replace(pair, backend="penstock", ranks=4)
-    if change == "twice the micro-batches":
-        return replace(pair, micro_batch=pair.batch // 2)
     return pair
 
 
@@ -170,10 +162,6 @@ def _change(pair: Pair) -> tuple[Pair, Callable[[str], bool], dict[str, str | fl
         return pair, lambda change: change.startswith("buckets of 4 MiB"), {"bucket_cap_mb": 4}
     if pair.change == "more streams":
         return pair, lambda change: change.endswith(" streams"), {}
-    if pair.change == "host by host":
-        return pair, lambda change: change == "gradients summed host by host", {}
-    if pair.change == "twice the micro-batches":
-        return replace(pair, micro_batch=pair.micro_batch // 2), lambda change: change == pair.change, {}
     return replace(pair, backend="penstock"), lambda change: change == "the penstock backend", {}
 
 
@@ -184,14 +172,11 @@ def _profiled(pair: Pair, settings: Mapping[str, str | float], steps: int, timeo
     usual: dict[str, str | float] = {"bucket_cap_mb": pair.bucket_mb}
     if pair.streams:
         usual["PENSTOCK_STREAMS"] = str(pair.streams)
-    if pair.change == "host by host":
-        usual["PENSTOCK_ALGORITHM"] = "ring"
-    bed = [sys.executable, "-m", "penstock", "testbed", "run", "--quiet", "--hosts", "2", "--ranks", str(pair.ranks)]
+    bed = [sys.executable, "-m", "penstock", "testbed", "run", "--quiet", "--hosts", "2"]
     bed += ["--rate", f"{pair.rate_mbit:g}", *(["--flow", f"{pair.flow_mbit:g}"] if pair.flow_mbit else [])]
     bed += ["--timeout", f"{timeout_s:g}"]
     train = [sys.executable, "-m", "penstock.workloads.transformer", pair.model, "--batch", str(pair.batch)]
     train += ["--steps", str(steps), "--backend", pair.backend, "--seed", str(pair.seed)]
-    train += ["--parallel", "pipeline", "--micro-batch", str(pair.micro_batch)] if pair.micro_batch else []
     with tempfile.TemporaryDirectory() as folder:
         code = run.run([*bed, "--", *train], Path(folder), {**usual, **settings}, stdout=subprocess.DEVNULL)
         if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
