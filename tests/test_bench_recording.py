@@ -58,7 +58,7 @@ def test_what_is_refused(arguments: list[str], says: str) -> None:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some steps instead of hundreds."""
-    monkeypatch.setitem(recording.STEPS, "layers", 25)
+    monkeypatch.setitem(recording.STEPS, "layers", 12)
 
 
 @pytest.mark.usefixtures("short")

@@ -407,13 +407,17 @@ def test_what_ranks_of_a_host_read_from_memory_is_counted(tmp_path: pathlib.Path
 
 
 def started(code: str, **environment: str) -> Any:
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **environment},
     )
+    # The kernel closes what ends at `exec`, for which Popen waits, before it shows the environment.
+    environ = pathlib.Path(f"/proc/{process.pid}/environ")
+    until(lambda: environ.read_bytes() != b"", "it has no environment")
+    return process
 
 
 def until(holds: Callable[[], bool], what: str, deadline_s: float = 30) -> None:

@@ -121,6 +121,9 @@ def _training(rng: random.Random, seed: int, medium: str, job: str) -> Program:
         "counts": [rng.choice([1, 3, 100, 5000, 16_384, 70_000, 200_001]) for _ in range(rng.randint(1, 6))],
         "bucket_bytes": rng.choice([4096, 1 << 16, 1 << 18, 4 << 20]),
     }
+    # Drawn apart: the other programs stay as they were.
+    if spec["front"] == "reducer" and random.Random(f"{seed} overlap").random() < 0.5:
+        spec["front"] = "overlap"
     return {
         "seed": seed,
         "ranks": ranks,

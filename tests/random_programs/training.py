@@ -29,7 +29,7 @@ def train(spec: Spec, at: At) -> dict[str, torch.Tensor]:
     """Train in the default group; the weights at the end."""
     model = Model(spec)
     optimizer = _optimizer(model)
-    with _front(spec, model) as step:
+    with _front(spec, model, optimizer) as step:
         for number in range(1, spec["steps"] + 1):
             _step(spec, model, optimizer, step, number, at)
             at("phase", number, "committed")
@@ -47,7 +47,7 @@ def train_elastically(
 
     def generation(state: elastic.State) -> bool:
         try:
-            with _front(spec, model) as step:
+            with _front(spec, model, optimizer) as step:
                 while state.step < spec["steps"]:
                     number = state.step + 1
                     _step(spec, model, optimizer, step, number, at)
@@ -121,8 +121,11 @@ def _step(
 
 
 @contextlib.contextmanager
-def _front(spec: Spec, model: Model) -> Iterator[Callable[[list[torch.Tensor]], None]]:
-    """A forward and a backward pass, after which gradients are averages over the ranks."""
+def _front(
+    spec: Spec, model: Model, optimizer: torch.optim.Optimizer
+) -> Iterator[Callable[[list[torch.Tensor]], None]]:
+    """A forward and a backward pass, after which the optimizer steps by averages over the ranks: at once, or where steps overlap,
+    when they have come."""
     with contextlib.ExitStack() as stack:
         called: Any = model
         if spec["front"].startswith("ddp"):
@@ -130,8 +133,11 @@ def _front(spec: Spec, model: Model) -> Iterator[Callable[[list[torch.Tensor]], 
             called = DistributedDataParallel(model, bucket_cap_mb=max(1e-3, spec["bucket_bytes"] / 2**20))
         if spec["front"] == "ddp hook":
             stack.callback(ddp_hook(called, bucket_bytes=spec["bucket_bytes"]).close)
-        if spec["front"] == "reducer":
-            stack.callback(GradientReducer(model, bucket_bytes=spec["bucket_bytes"]).close)
+        reducer = None
+        if spec["front"] in ("reducer", "overlap"):
+            overlaps = optimizer if spec["front"] == "overlap" else None
+            reducer = GradientReducer(model, optimizer=overlaps, bucket_bytes=spec["bucket_bytes"])
+            stack.callback(reducer.close)
 
         def step(factors: list[torch.Tensor]) -> None:
             called(factors).backward()
@@ -141,6 +147,8 @@ def _front(spec: Spec, model: Model) -> Iterator[Callable[[list[torch.Tensor]], 
                     work.wait()
 
         yield step
+        if reducer is not None:
+            reducer.wait()  # close() would log that the last step is not whole
 
 
 # How long an elastic store may take to answer: longer than the others need to go on without a rank that is cut off.

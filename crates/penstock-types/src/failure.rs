@@ -94,7 +94,8 @@ impl Failure {
         } else {
             "The group is unusable: destroy it and build a new one."
         };
-        format!("{} {state}", self.message)
+        let stop = if self.message.ends_with(['.', '!', '?']) { "" } else { "." };
+        format!("{}{stop} {state}", self.message)
     }
 }
 

@@ -117,7 +117,7 @@ def measure(model: str, ranks: int, backend: str, *, blocks: int, control: bool,
             "warmup": max(2, -(-_WARM_UP // STEPS[model])),
         }
         what = _name(model, ranks, backend)
-        said = run_program(bed, "recording_rank", options, what=what, ranks=2 * ranks, timeout_s=timeout_s)
+        said = run_program(bed, "recording_start", options, what=what, ranks=2 * ranks, timeout_s=timeout_s)
         return summarise(said, model, ranks, backend, [] if control else _samples(folder, said[ranks]))
 
 

@@ -1,7 +1,5 @@
 """One process of `penstock bench recording`: a rank of the job that is recorded, or of the one that is not. The jobs take turns,
 a block of steps each; standard output takes one JSON object a block.
-
-It is started twice: the first time to choose its job, and then, as another program, with the recorder or without.
 """
 
 from __future__ import annotations
@@ -11,8 +9,6 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,28 +16,10 @@ from torch import nn
 
 from penstock.tools.bench.recording import JOBS
 from penstock.tools.bench.training_rank import MODELS
-from penstock.tools.profile.run import environment
 
 
 def main() -> None:
     options = json.loads(sys.argv[1])
-    if "job" not in options:
-        _choose(options)
-    _train(options)
-
-
-def _choose(options: dict[str, Any]) -> None:
-    """Of so many ranks a job, this one's; then it becomes that rank."""
-    rank = int(os.environ["RANK"])
-    options["job"], options["rank"] = JOBS[rank // options["ranks"]], rank % options["ranks"]
-    is_recorded = options["job"] == JOBS[1] and not options["control"]
-    env = environment(Path(options["folder"], "profile")) if is_recorded else dict(os.environ)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        env.pop(name, None)
-    os.execve(sys.executable, [sys.executable, "-m", __spec__.name, json.dumps(options)], env)
-
-
-def _train(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     folder, job, rank, ranks = options["folder"], options["job"], options["rank"], options["ranks"]
