@@ -33,14 +33,20 @@ def main() -> None:
         interrupted = True
         signal.default_int_handler(number, frame)
 
+    def is_interrupted() -> bool:
+        # Python handles a signal that came within torch's C++ code at the next call of a function: this one.
+        return interrupted
+
     signal.signal(signal.SIGINT, interrupt)
     try:
-        exec(code, module.__dict__)
-    except Exception:
-        # A KeyboardInterrupt that passes through torch's C++ code arrives as a RuntimeError.
-        if not interrupted:
-            raise
-        sys.exit(128 + signal.SIGINT)
+        try:
+            exec(code, module.__dict__)
+        except Exception:
+            # A KeyboardInterrupt that passes through torch's C++ code arrives as a RuntimeError. So does the loss of a rank that
+            # was interrupted, too.
+            if not is_interrupted():
+                raise
+            sys.exit(128 + signal.SIGINT)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 
