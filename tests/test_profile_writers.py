@@ -223,6 +223,20 @@ def test_rows_that_are_exposed_sum_to_the_step(tmp_path: pathlib.Path) -> None:
     assert not any("e+" in value for row in rows for value in row.values())
 
 
+def test_what_only_other_tools_files_have_is_in_the_tables(tmp_path: pathlib.Path) -> None:
+    """Names of collectives as purposes, phases of their own, and what a reader says of the numbers."""
+    share = Share(
+        0, 1, 0, 10.0, {"forward": 3.0, "a phase": 2.0}, {"AllReduce": Moving(exposed_wire_ns=5.0, bytes=7.0)}
+    )
+    breakdown = Breakdown((share,), notes=("a note",))
+    csv(breakdown, tmp_path / "b.csv")
+    with (tmp_path / "b.csv").open(newline="") as file:
+        rows = {(row["what"], row["kind"], row["exposed"]): row["ns_per_step"] for row in library.DictReader(file)}
+    assert rows["a phase", "work", "1"] == "2" and rows["AllReduce", "wire", "1"] == "5"
+    json(breakdown, tmp_path / "b.json")
+    assert from_json(tmp_path / "b.json").notes == ("a note",)
+
+
 SIZES = st.floats(0, 1e15)
 BREAKDOWNS = st.builds(
     Breakdown,

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.interfaces import is_physical
 from penstock.live.counts import Counts
 
 __all__ = ["MOST_BYTES", "Complaints", "Own", "host", "in_flight"]
@@ -214,7 +215,7 @@ def speed(interfaces: Iterable[str]) -> float | None:
             mbit = int(Path("/sys/class/net", name, "speed").read_text())
         except (OSError, ValueError):
             return None
-        if mbit <= 0:
+        if mbit <= 0 or not is_physical(name):
             return None
         total += mbit * 125_000
     return total or None

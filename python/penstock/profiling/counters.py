@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from penstock.addresses import joined
+from penstock.interfaces import is_physical
 from penstock.profiling import netlink
 
 __all__ = ["Interfaces", "Processes", "Streams", "System", "Values"]
@@ -65,7 +66,7 @@ class Interfaces:
                 continue
             speed = _number(f"/sys/class/net/{name}/speed")
             # A driver that does not know says -1.
-            if speed is not None and speed > 0 and _is_physical(name):
+            if speed is not None and speed > 0 and is_physical(name):
                 values[f"nic.{name}.speed_bytes_per_s"] = speed * 1e6 / 8
             if index in shaped:
                 values[f"nic.{name}.shaped_bytes_per_s"] = shaped[index]
@@ -510,13 +511,6 @@ def _routing(question: Callable[[netlink.Netlink], Answer]) -> Answer:
 def _place(place: tuple[bytes, int]) -> str:
     address, port = place
     return joined(socket.inet_ntop(socket.AF_INET if len(address) == 4 else socket.AF_INET6, address), port)
-
-
-def _is_physical(name: str) -> bool:
-    """Or made of such: veth says 10 Gbit/s, whatever it can do."""
-    if not os.path.realpath(f"/sys/class/net/{name}").startswith("/sys/devices/virtual/"):
-        return True
-    return any(kind in _text(f"/sys/class/net/{name}/uevent") for kind in (b"DEVTYPE=bond\n", b"DEVTYPE=vlan\n"))
 
 
 def _number(path: str) -> int | None:

@@ -6,7 +6,7 @@ import csv as library
 import dataclasses
 import json as encoder
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ def json(breakdown: Breakdown, path: Path) -> None:
         "shares": [dataclasses.asdict(share) for share in breakdown.shares],
         "offsets_ns": {host: list(offset) for host, offset in breakdown.offsets_ns.items()},
         "problems": list(breakdown.problems),
+        "notes": list(breakdown.notes),
     }
     with whole(path) as file:
         encoder.dump(content, file, indent=1, allow_nan=False)
@@ -90,6 +91,7 @@ def from_json(path: Path) -> Breakdown:
             tuple(_share(each) for each in given["shares"]),
             {str(host): (_number(add), _number(wrong)) for host, (add, wrong) in given["offsets_ns"].items()},
             tuple(str(problem) for problem in given["problems"]),
+            notes=tuple(str(note) for note in given.get("notes", ())),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Config(
@@ -103,19 +105,22 @@ def _rows(share: Share) -> Iterator[tuple[object, ...]]:
         return what, kind, exposed, _plain(ns), _plain(part), *(*rest, "", "", "")[:3]
 
     yield row("step", "step", 0, share.step_ns)
-    for phase in PHASES:
-        if phase in share.work:
-            yield row(phase, "work", 1, share.work[phase])
-    for purpose in PURPOSES:
-        moving = share.communication.get(purpose)
-        if moving is None:
-            continue
+    for phase in _known_first(PHASES, share.work):
+        yield row(phase, "work", 1, share.work[phase])
+    for purpose in _known_first(PURPOSES, share.communication):
+        moving = share.communication[purpose]
         yield row(purpose, "wire", 1, moving.exposed_wire_ns, _plain(moving.bytes), _plain(moving.operations))
         yield row(purpose, "wait", 1, moving.exposed_wait_ns)
         yield row(purpose, "wire", 0, moving.hidden_wire_ns)
         yield row(purpose, "wait", 0, moving.hidden_wait_ns)
         for last, ns in moving.waited_for.items():
             yield row(purpose, "waited for", 0, ns, "", "", last)
+
+
+def _known_first(known: Sequence[str], there: Iterable[str]) -> list[str]:
+    """Then what only some files have, such as collectives' names in NCCL's."""
+    found = set(there)
+    return [*(each for each in known if each in found), *sorted(found.difference(known))]
 
 
 def _plain(value: float) -> str:
