@@ -110,6 +110,7 @@ def test_gloo_has_no_setting_for_more_streams() -> None:
     for backend, change in (
         ("penstock", "PENSTOCK_STREAMS="),
         ("gloo", "init_process_group('penstock') instead of gloo"),
+        ("nccl", "once the script calls init_process_group('penstock'): PENSTOCK_STREAMS="),
     ):
         for record in records:
             record.header.about["backend"] = backend

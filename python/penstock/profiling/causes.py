@@ -73,7 +73,16 @@ def find(records: Sequence[Record], breakdown: Breakdown) -> list[Cause]:
         key = cause.kind, cause.rank, cause.host
         found[key] = cause if key not in found else _joined(found[key], cause)
     shown = [cause for cause in found.values() if cause.cost_ns >= LEAST_SHARE * measures.step_ns]
+    if measures.backend and "penstock" not in measures.backend:
+        shown = [_of_another_backend(cause) for cause in shown]
     return sorted(shown, key=lambda cause: (cause.kind == "compute", -_expected_ns(cause)))
+
+
+def _of_another_backend(cause: Cause) -> Cause:
+    """Settings of Penstock do nothing there."""
+    if "PENSTOCK_" not in cause.change and "penstock.torch" not in cause.change:
+        return cause
+    return dataclasses.replace(cause, change=f"once the script calls init_process_group('penstock'): {cause.change}")
 
 
 # ---------------------------------------------------------------------------------------------------- waiting for a rank

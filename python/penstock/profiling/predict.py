@@ -207,7 +207,11 @@ def _links(told: _Told) -> None:
             f"{told.numbers}, of a link of {_rate(link)}, of which penstock uses {REACHED:.0%}",
             {"backend": "penstock"},
         )
-    elif 0 < flow * streams < link and 0 < rate <= FLOWS_CARRY * flow * streams:
+    elif (
+        (not network.backend or "penstock" in network.backend)
+        and 0 < flow * streams < link
+        and 0 < rate <= FLOWS_CARRY * flow * streams
+    ):
         # The median flow while it had something to send; together they carried this.
         flow = max(flow, rate / streams)
         usable = REACHED * link
