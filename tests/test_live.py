@@ -610,6 +610,18 @@ def test_a_step_that_does_not_end() -> None:
     assert fed(2, looks=8, numbers=lambda rank: {**numbers(rank), "since_s": 0.9}).stuck_s is None
 
 
+@pytest.mark.parametrize(
+    ("said", "is_physical", "limit"), [("1000", True, 125e6), ("10000", False, None), ("-1", True, None)]
+)
+def test_only_a_device_s_speed_is_believed(
+    said: str, is_physical: bool, limit: float | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """veth says 10 Gbit/s, whatever it can do, and a driver that does not know says -1."""
+    (tmp_path / "speed").write_text(said)
+    monkeypatch.setattr(own, "is_physical", lambda _: is_physical)
+    assert own.speed([str(tmp_path)]) == limit
+
+
 def test_a_link_is_compared_with_its_speed_or_the_highest_rate() -> None:
     """Ranks of one host share it."""
     hosts = ["a/1", "a/1", "b/1"]

@@ -60,6 +60,22 @@ def test_what_is_said_can_be_done() -> None:
     assert len(seen) >= 8
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl", "undefined", "cpu:gloo,cuda:nccl"])
+def test_settings_of_penstock_are_for_its_backend(backend: str) -> None:
+    """Elsewhere they do nothing: a change that names one says that the backend comes first."""
+    seen = set()
+    for seed in range(48):
+        job, _ = planted_records.drawn(list(planted_records.FAULTS)[seed % 8], seed)
+        records, breakdown = planted_records.played(job)
+        for record in records:
+            record.header.about["backend"] = backend
+        for cause in causes.find(records, breakdown):
+            seen.add(cause.kind)
+            if "PENSTOCK_" in cause.change or "penstock.torch" in cause.change:
+                assert re.search(r"init_process_group\('penstock'\)|the penstock backend", cause.change), cause
+    assert {"flow cap", "link", "second job", "straggler"} <= seen
+
+
 @pytest.mark.parametrize("fault", ["slow rank", "contention", "disk stall", "second job", "small buckets"])
 def test_gains_come_true(fault: str) -> None:
     """Where a change takes a fault away, the same job's step without it is shorter by the gain, in the median within 15 %."""
@@ -110,7 +126,7 @@ def test_gloo_has_no_setting_for_more_streams() -> None:
     for backend, change in (
         ("penstock", "PENSTOCK_STREAMS="),
         ("gloo", "init_process_group('penstock') instead of gloo"),
-        ("nccl", "once the script calls init_process_group('penstock'): PENSTOCK_STREAMS="),
+        ("nccl", "init_process_group('penstock') instead of nccl"),
     ):
         for record in records:
             record.header.about["backend"] = backend

@@ -256,6 +256,7 @@ BREAKDOWNS = st.builds(
     ).map(tuple),
     st.dictionaries(st.text(), st.tuples(SIZES, SIZES)),
     st.lists(st.text()).map(tuple),
+    st.lists(st.text()).map(tuple),
 )
 
 

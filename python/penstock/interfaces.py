@@ -9,8 +9,8 @@ __all__ = ["is_physical"]
 
 
 def is_physical(interface: str) -> bool:
-    """Whether it is a device, or made of such, so that the speed that it says is its own: veth says 10 Gbit/s, whatever it
-    can do."""
+    """Whether an interface is a device, or a bond or VLAN of devices. The speed that others say is not what they carry: veth says
+    10 Gbit/s."""
     if not os.path.realpath(f"/sys/class/net/{interface}").startswith("/sys/devices/virtual/"):
         return True
     try:

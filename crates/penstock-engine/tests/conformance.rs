@@ -1464,7 +1464,7 @@ fn a_join_with_a_rank_that_has_left_the_job() {
             let failure = wait(&ticket).expect_err("rank 2 does not come");
             assert_eq!(failure.kind, FailureKind::PeerLost, "{medium:?}: {failure}");
             let text = failure.to_string();
-            assert!(text.contains("rank 2") && text.contains("has left the job"), "{medium:?}: {text}");
+            assert!(text.contains("rank 2") && text.contains("has left the job. The group"), "{medium:?}: {text}");
         }
     }
 }

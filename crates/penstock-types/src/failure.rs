@@ -94,8 +94,7 @@ impl Failure {
         } else {
             "The group is unusable: destroy it and build a new one."
         };
-        let stop = if self.message.ends_with(['.', '!', '?']) { "" } else { "." };
-        format!("{}{stop} {state}", self.message)
+        format!("{} {state}", self.message)
     }
 }
 

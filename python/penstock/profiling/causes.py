@@ -15,7 +15,7 @@ from penstock.profiling.breakdown import Breakdown
 from penstock.profiling.measures import Link, Measures, Rank, is_pipeline
 from penstock.profiling.record import Record
 
-__all__ = ["KINDS", "Cause", "find"]
+__all__ = ["KINDS", "REACHED", "Cause", "find", "has_settings", "streams_to_fill"]
 
 KINDS = (
     "straggler",
@@ -73,16 +73,17 @@ def find(records: Sequence[Record], breakdown: Breakdown) -> list[Cause]:
         key = cause.kind, cause.rank, cause.host
         found[key] = cause if key not in found else _joined(found[key], cause)
     shown = [cause for cause in found.values() if cause.cost_ns >= LEAST_SHARE * measures.step_ns]
-    if measures.backend and "penstock" not in measures.backend:
-        shown = [_of_another_backend(cause) for cause in shown]
     return sorted(shown, key=lambda cause: (cause.kind == "compute", -_expected_ns(cause)))
 
 
-def _of_another_backend(cause: Cause) -> Cause:
-    """Settings of Penstock do nothing there."""
-    if "PENSTOCK_" not in cause.change and "penstock.torch" not in cause.change:
-        return cause
-    return dataclasses.replace(cause, change=f"once the script calls init_process_group('penstock'): {cause.change}")
+def has_settings(backend: str) -> bool:
+    """Whether settings of Penstock do something, by the name of the backend; where that is not known they are taken to."""
+    return not backend or "penstock" in backend
+
+
+def streams_to_fill(streams: int, share: float) -> int:
+    """How many streams to a peer fill a link of which so many carry this share."""
+    return min(MOST_STREAMS, math.ceil(SPARE * REACHED * streams / share))
 
 
 # ---------------------------------------------------------------------------------------------------- waiting for a rank
@@ -120,7 +121,7 @@ def _waits(measures: Measures) -> Iterator[Cause]:
             "jitter",
             "wait",
             f"ranks wait {_ms(total)} a step for each other, now for one and now for another",
-            "PENSTOCK_CHECK=slow tells who was last in which step; equal batches and free cores make steps alike",
+            _and_check(measures, "equal batches and free cores make steps alike", "tells who was last in which step"),
             total,
             numbers={"waited_ms": total / 1e6, "waited_for_the_worst_ms": late[worst] / 1e6},
         )
@@ -158,7 +159,12 @@ def _straggler(measures: Measures, number: int, waited_ns: float) -> Cause:
     if phase in ("checkpoint", "evaluation"):
         return Cause(phase, phase, f"{waiting}, for its {phase}", CHANGES[phase], waited_ns, gain_ns, **where)  # type: ignore[arg-type]
     text = f"{waiting}, which spends {_ms(more.get(phase, 0.0))} more in {phase} than they do"
-    return Cause("straggler", "wait", text, CHANGES["straggler"], waited_ns, gain_ns, **where)  # type: ignore[arg-type]
+    change = _and_check(measures, CHANGES["straggler"], "names it while training")
+    return Cause("straggler", "wait", text, change, waited_ns, gain_ns, **where)  # type: ignore[arg-type]
+
+
+def _and_check(measures: Measures, change: str, what: str) -> str:
+    return f"PENSTOCK_CHECK=slow {what}; {change}" if has_settings(measures.backend) else change
 
 
 def _queued_beyond(measures: Measures, rank: Rank) -> float:
@@ -234,10 +240,10 @@ def _second_job(measures: Measures, links: Sequence[Link], cost_ns: float) -> Ca
         f"{_mbit(link.foreign_bytes_per_s)} on {link.interface} of {link.host} are not the ranks', "
         f"{foreign:.0%} of {_limit(link)}"
     )
-    change = (
-        "move or slow the other job, or PENSTOCK_INTERFACE=another interface; "
-        "`background` in a cluster file makes penstock plan go around it"
-    )
+    change = "move or slow the other job"
+    if has_settings(measures.backend):
+        change += ", or PENSTOCK_INTERFACE=another interface; "
+        change += "`background` in a cluster file makes penstock plan go around it"
     numbers = {**_numbers(link), "foreign_share_of_limit": foreign}
     gain_ns = cost_ns * min(1.0, foreign / max(link.share, foreign))
     return Cause("second job", "wire", text, change, cost_ns, gain_ns, None, link.host, link.interface, numbers)
@@ -262,10 +268,13 @@ def _full_link(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cau
     if link.limit is not None and link.limit.is_known and (link.share or 0.0) < FULL:
         resent = max(other.resent_share for other in links)
         text += f"; the queue before it overflows: {resent:.0%} of what a host sends is sent again, and senders wait"
-    change = "half the bytes: penstock.torch.ddp_hook(model, wire=torch.float16), or GradientReducer(model, wire=torch.float16)"
-    if any(sum(rank.host == other.host for rank in measures.ranks) > 1 for other in links) and len(links) > 1:
-        change += "; PENSTOCK_ALGORITHM=hierarchical sends once a host"
-    change += "; penstock plan says what servers and aggregators (PENSTOCK_DEPLOYMENT) would bring"
+    change = "half the bytes: model.register_comm_hook(None, fp16_compress_hook) of DDP"
+    if has_settings(measures.backend):
+        change = "half the bytes: penstock.torch.ddp_hook(model, wire=torch.float16), or "
+        change += "GradientReducer(model, wire=torch.float16)"
+        if any(sum(rank.host == other.host for rank in measures.ranks) > 1 for other in links) and len(links) > 1:
+            change += "; PENSTOCK_ALGORITHM=hierarchical sends once a host"
+        change += "; penstock plan says what servers and aggregators (PENSTOCK_DEPLOYMENT) would bring"
     return Cause("link", "wire", text, change, cost_ns, cost_ns / 2, None, link.host, link.interface, _numbers(link))
 
 
@@ -294,10 +303,9 @@ def _small_buckets(measures: Measures, links: Sequence[Link], cost_ns: float) ->
         f"{rank.operations:.0f} operations a step of {each_bytes / 1024:.0f} KiB take {each_ns / 1e6:.2f} ms each, "
         f"of which moving the bytes would take {moving_ns / 1e6:.2f}"
     )
-    change = (
-        "larger buckets: DistributedDataParallel(model, bucket_cap_mb=25), or "
-        "penstock.torch.GradientReducer(model, bucket_bytes=4 << 20)"
-    )
+    change = "larger buckets: DistributedDataParallel(model, bucket_cap_mb=25)"
+    if has_settings(measures.backend):
+        change += ", or penstock.torch.GradientReducer(model, bucket_bytes=4 << 20)"
     numbers = {
         "operations_per_step": rank.operations,
         "bytes_per_operation": each_bytes,
@@ -350,9 +358,12 @@ def _busy_core(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cau
     numbers = {"thread_ms": rank.communication_cpu_ns / 1e6, "wire_ms": measures.wire_ns(rank) / 1e6}
     shares = [link.share for link in links if link.share is not None and link.limit is not None and link.limit.is_known]
     gain_ns = cost_ns * (1 - max([1 / FOUR_THREADS, *(min(1.0, share / FULL) for share in shares)]))
-    return Cause(
-        "one core", "wire", text, "PENSTOCK_IO_THREADS=4", cost_ns, gain_ns, rank.number, rank.host, numbers=numbers
-    )
+    change = _on_penstock(measures, "PENSTOCK_IO_THREADS=4")
+    return Cause("one core", "wire", text, change, cost_ns, gain_ns, rank.number, rank.host, numbers=numbers)
+
+
+def _on_penstock(measures: Measures, setting: str) -> str:
+    return setting if has_settings(measures.backend) else f"init_process_group('penstock'), with {setting}"
 
 
 def _flow_cap(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cause | None:
@@ -387,11 +398,11 @@ def _flow_cap(measures: Measures, links: Sequence[Link], cost_ns: float) -> Caus
     if not 0 < (link.share or 0.0) < FULL or count >= MOST_STREAMS:
         change, gain_ns = "more streams to each peer: PENSTOCK_STREAMS=16, if that is not set already", None
     else:
-        wanted = min(MOST_STREAMS, math.ceil(SPARE * count * REACHED / (link.share or REACHED)))
+        wanted = streams_to_fill(count, link.share or REACHED)
         change = f"PENSTOCK_STREAMS={wanted}"
         is_known = link.limit is not None and link.limit.is_known
         gain_ns = cost_ns * (1 - max(count / wanted, (link.share or 0.0) / REACHED)) if is_known else None
-    if measures.backend in ONE_STREAM:
+    if not has_settings(measures.backend):
         change = f"init_process_group('penstock') instead of {measures.backend}: it has several streams to each peer"
     return Cause("flow cap", "wire", text, change, cost_ns, gain_ns, None, link.host, link.interface, numbers)
 
@@ -414,7 +425,7 @@ def _copies(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cause 
         change = "the penstock backend with PENSTOCK_SHM=1, its default: ranks read each other's memory"
     else:
         text = f"ranks of one host reduce {_mbit(rate)}, which only memory and processors limit"
-        change = "PENSTOCK_IO_THREADS=4 if cores are free; wire=torch.float16 halves the bytes"
+        change = _on_penstock(measures, "PENSTOCK_IO_THREADS=4 if cores are free; wire=torch.float16 halves the bytes")
     return Cause("memory copies", "wire", text, change, cost_ns, host=rank.host, numbers=numbers)
 
 
@@ -524,8 +535,7 @@ def _mbit(bytes_per_s: float) -> str:
 
 
 CHANGES = {
-    "straggler": "PENSTOCK_CHECK=slow names it while training; look at that rank's device, its clock and what else it runs, or "
-    "give it smaller batches",
+    "straggler": "look at that rank's device, its clock and what else it runs, or give it smaller batches",
     "contention": "free its cores: stop what runs beside it, fewer threads (OMP_NUM_THREADS), or cores of its own (taskset -c)",
     "checkpoint": "torch.distributed.checkpoint.async_save, or fewer checkpoints",
     "evaluation": "evaluate less often, or on ranks of their own",
@@ -562,9 +572,8 @@ BUSY_CORE = 0.85
 FOUR_THREADS = 3.6
 """docs/benchmarks/README.md: as much faster were four threads on 16 cores."""
 STREAM_BUSY = 0.6
-ONE_STREAM = ("gloo", "mpi")
-"""Backends that have one connection to a peer, and no setting for more."""
 MOST_STREAMS = 64
+"""That PENSTOCK_STREAMS takes."""
 INSIDE = 0.1
 """Of the bytes of the operations: what crosses an interface beside, such as the store's messages."""
 DISK_BYTES = 4096

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.numbers import bit_rate
-from penstock.profiling.causes import REACHED, SPARE
+from penstock.profiling.causes import REACHED, has_settings, streams_to_fill
 from penstock.profiling.record import Record
 from penstock.profiling.replay import Model, Move, Wire, burdened, evened, merged, models, run, wires
 from penstock.profiling.schedules import (
@@ -32,8 +32,6 @@ __all__ = ["Network", "Prediction", "predict"]
 
 SYNC = "data-parallel sync"
 _CONVERSION = re.compile(r"(\d+\.\d+) ns a byte before it is sent, (\d+\.\d+) after")
-MOST_STREAMS = 64
-"""That PENSTOCK_STREAMS takes."""
 FULL = 0.75
 """A link that carries less of what it can while something is on the wire is not what holds (docs/design/profile-causes.md)."""
 ALWAYS = 0.9
@@ -207,21 +205,17 @@ def _links(told: _Told) -> None:
             f"{told.numbers}, of a link of {_rate(link)}, of which penstock uses {REACHED:.0%}",
             {"backend": "penstock"},
         )
-    elif (
-        (not network.backend or "penstock" in network.backend)
-        and 0 < flow * streams < link
-        and 0 < rate <= FLOWS_CARRY * flow * streams
-    ):
+    elif has_settings(network.backend) and 0 < flow * streams < link and 0 < rate <= FLOWS_CARRY * flow * streams:
         # The median flow while it had something to send; together they carried this.
         flow = max(flow, rate / streams)
         usable = REACHED * link
-        wanted = min(MOST_STREAMS, math.ceil(SPARE * usable / flow))
+        wanted = streams_to_fill(streams, flow * streams / link)
         told.add(
-            f"{wanted:.0f} streams",
-            f"PENSTOCK_STREAMS={wanted:.0f}",
+            f"{wanted} streams",
+            f"PENSTOCK_STREAMS={wanted}",
             _faster(max(1.0, min(usable, wanted * flow) / (flow * streams))),
             f"{told.numbers}; {streams} flows of {_rate(flow)} on a link of {_rate(link)}",
-            {"PENSTOCK_STREAMS": f"{wanted:.0f}"},
+            {"PENSTOCK_STREAMS": str(wanted)},
         )
 
 
@@ -315,7 +309,9 @@ def _other_sums(told: _Told) -> None:
     # What a host sends is counted of all operations together, so all must be such sums.
     is_all = all(map(_is_of_gradients, crossing))
     least = sum(by_host(move, network.hosts)[0] for move in crossing) if is_all else math.inf
-    if 1 < max(each) < count and inside and network.crossing_bytes > CROSSES_MORE * least:
+    is_gloo = network.backend == "gloo"
+    is_offered = is_gloo or has_settings(network.backend)
+    if is_offered and 1 < max(each) < count and inside and network.crossing_bytes > CROSSES_MORE * least:
 
         def by_hosts(model: Model, wire: Wire) -> float:
             def takes(move: Move) -> float:
@@ -327,7 +323,6 @@ def _other_sums(told: _Told) -> None:
 
             return run(model, takes)
 
-        is_gloo = network.backend == "gloo"
         told.add(
             "gradients summed host by host",
             "init_process_group('penstock'), which does so" if is_gloo else "PENSTOCK_ALGORITHM=hierarchical",

@@ -84,7 +84,8 @@ impl<B, K> Groups<B, K> {
         match (common.unjoined.reported.take(id), refused) {
             (Some(failure), _) => group.fail(common, host, ChannelId::MAIN, failure, true),
             (None, Some(reason)) => {
-                group.fail(common, host, ChannelId::MAIN, Failure::fatal(FailureKind::PeerLost, reason), true);
+                let failure = Failure::fatal(FailureKind::PeerLost, format!("{reason}."));
+                group.fail(common, host, ChannelId::MAIN, failure, true);
             }
             (None, None) => group.check_connected(common, host),
         }
