@@ -22,6 +22,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import penstock.optim
 import ranks
@@ -92,7 +94,8 @@ class Run:
 
     def loss(self, seed: int, skips: bool) -> torch.Tensor:
         data = torch.Generator().manual_seed(10 * seed + dist.get_rank())
-        return self.model(torch.randint(7, (4, 5), generator=data), skips).square().mean()
+        with torch.autocast("cpu", torch.bfloat16, enabled=seed % 3 == 1):
+            return self.model(torch.randint(7, (4, 5), generator=data), skips).square().mean()
 
     def backward(self, *losses: torch.Tensor) -> None:
         for loss in losses:
@@ -143,6 +146,27 @@ def _evaluate(run: Run) -> None:
         run.seen.append(run.loss(99, False))
 
 
+def _infer(run: Run) -> None:
+    with torch.inference_mode():
+        run.seen.append(run.loss(98, False).tolist())
+
+
+def _count(run: Run) -> None:
+    with FlopCounterMode(display=False) as counter:
+        run.loss(97, True)
+    run.seen.append(counter.get_total_flops())
+
+
+def _transform(run: Run) -> None:
+    data = torch.ones(2, 8)
+    run.seen.append(torch.func.vmap(torch.func.jacrev(lambda x: run.model.head(x).sum()))(data).detach())
+
+
+def _fake(run: Run) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        run.model.head(torch.ones(2, 8))
+
+
 # What a script may do before a step, and after one.
 BEFORE: list[Callable[[Run], Any]] = [
     lambda run: None,
@@ -162,6 +186,10 @@ AFTER: list[Callable[[Run], Any]] = [
     _restore,
     _decay,
     _evaluate,
+    _infer,
+    _count,
+    _transform,
+    _fake,
     lambda run: run.seen.append(_gradients(run)),
     lambda run: run.optimizer.step(),
     lambda run: run.seen.append(pickle.loads(pickle.dumps(run.model)).state_dict()),

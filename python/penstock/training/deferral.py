@@ -33,7 +33,7 @@ from penstock import _core
 from penstock.errors import Config as ConfigError
 from penstock.errors import PenstockError
 from penstock.torch.life import Life
-from penstock.training import optimizer_steps
+from penstock.training import modes, optimizer_steps
 from penstock.training.optim import AdamSGD
 from penstock.training.passes import BackwardPass
 from penstock.training.steps import SHARED
@@ -109,6 +109,7 @@ class Deferral:
         self._rank = rank
         self._reducer = reducer
         self._parameters = parameters
+        self._device_types = {"cpu", *(one.device.type for one in parameters)}
         self._lock = threading.RLock()
         # From the first layer to the last, as the next forward pass needs them and as they are sent.
         self._pending: dict[int, _Pending] = {}
@@ -181,19 +182,20 @@ class Deferral:
         except PenstockError as error:
             if is_owed:
                 log.error(
-                    "rank %d: the last optimizer.step() has not stepped all parameters, since gradients did not arrive: %s. "
-                    "Parameters are of two steps: go on from a checkpoint",
+                    "rank %d: the last optimizer.step() has not stepped all parameters, since gradients did not arrive: %s. %s",
                     self._rank,
                     error,
+                    _OF_TWO_STEPS,
                 )
             self._drop()
 
     def step(self) -> None:
         """The optimizer is about to step: let it step what has arrived, now, and the rest later."""
         with self._lock:
-            # Somebody looks at all gradients on the way, or it steps by the same ones again.
-            hooked = ["the optimizer's step has hooks"] if self._has_hooks() else []
-            if _says_why_not(self._rank, hooked) or self._owed is not None:
+            # The rest would be stepped otherwise, somebody looks at all gradients, or it steps by the same ones again.
+            reasons = [f"the optimizer steps in {mode}" for mode in modes.in_force(self._device_types)]
+            reasons += self._hooks()
+            if _says_why_not(self._rank, reasons) or self._owed is not None:
                 self.finish()
                 return
             self._take_arrived()
@@ -287,12 +289,16 @@ class Deferral:
             and parameter.untyped_storage().nbytes() == parameter.nbytes
         )
 
-    def _has_hooks(self) -> bool:
-        """Besides the one of all reducers, this object's, and those with ``only_counts``, which look at no gradient."""
+    def _hooks(self) -> list[str]:
+        """Why hooks of the step may need all gradients: others than the one of all reducers, this object's, and those with
+        ``only_counts``."""
         own = self.optimizer
+        if sum(one.optimizer is own for one in list(_alive)) > 1:
+            return ["the optimizer is another reducer's, too"]
         tables = [own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks]
         tables += [hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks]
-        return sum(not getattr(hook, "only_counts", False) for table in tables for hook in table.values()) > 2
+        count = sum(not getattr(hook, "only_counts", False) for table in tables for hook in table.values())
+        return ["the optimizer's step has hooks"] if count > 2 else []
 
     def _take_arrived(self) -> None:
         """Steps that are made together cost less.
@@ -309,7 +315,9 @@ class Deferral:
             raise
         arrived = [index for index in self._pending if index not in late]
         if arrived:
-            self._take(arrived)
+            # Whoever uses the first of them may be in any.
+            with modes.left(self._device_types):
+                self._take(arrived)
 
     def _take(self, arrived: Sequence[int]) -> None:
         self._end_raised_step()
@@ -325,6 +333,11 @@ class Deferral:
                     if index in places:
                         groups.setdefault(places[index], []).append(one.parameter)
                 self._step([{**hyperparameters[at], "params": each} for at, each in groups.items()])
+        except BaseException as error:
+            log.error(
+                "rank %d: a part of the last optimizer.step() was cut short by %r. %s", self._rank, error, _OF_TWO_STEPS
+            )
+            raise
         finally:
             with torch._C.DisableTorchFunctionSubclass():
                 for _, one in taken:
@@ -562,6 +575,7 @@ _Place = tuple[Callable[[], Deferral | None], int]
 # Of the parameters and gradients that are pending, by their ids.
 _places: dict[int, _Place] = {}
 _alive: weakref.WeakSet[Deferral] = weakref.WeakSet()
+_OF_TWO_STEPS = "Parameters are of two steps: go on from a checkpoint"
 _said: set[str] = set()
 
 _NAMES = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"
