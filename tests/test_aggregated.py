@@ -40,6 +40,7 @@ from penstock import _core
 from penstock.cluster import deployment, jobs
 from penstock.errors import Config as ConfigError
 from penstock.tools import testbed
+from penstock.tools.bench.aggregated.cluster import Cluster
 from penstock.torch import GradientReducer, backend
 
 BLOCK_BYTES = 1024
@@ -288,6 +289,43 @@ def test_urgent_ones_in_a_group_of_their_own(tmp_path: pathlib.Path) -> None:
     with Daemon("server") as server:
         for values in ranks.run(_urgent, count=2, env=_deployment(tmp_path, f"- address: {server.address}")):
             assert values == [value for turn in range(10) for value in (4096.0, 2.0 * turn * (1 << 20))]
+
+
+def test_bulk_of_another_group_gives_way_on_a_link(tmp_path: pathlib.Path) -> None:
+    """An urgent sum of 6 MiB ends before bulk of half the size that was there first. If both had half of the link, it would end
+    last."""
+    with Cluster(2, rate_mbit=100) as cluster:
+        env = {"PENSTOCK_DEPLOYMENT": cluster.deployment("int32", 256)}
+        for ended in ranks.run(_share, count=2, env=env, bed=cluster.bed):
+            assert list(ended) == ["urgent", "bulk"], ended
+
+
+def _share() -> dict[str, float]:
+    """What has ended when, in seconds since the urgent one was issued; in that order."""
+    dist.init_process_group("penstock")
+    group, ended = dist.new_group(), {}
+    bulk, urgent = torch.ones(3 << 18), torch.ones(6 << 18)
+    for one in (None, group):
+        dist.all_reduce(torch.ones(1 << 18), group=one)
+
+    def wait(name: str, work: dist.Work) -> None:
+        work.wait()
+        ended[name] = time.monotonic() - began
+
+    began = time.monotonic()
+    with penstock.priority(200):
+        works = {"bulk": dist.all_reduce(bulk, async_op=True)}
+    with penstock.priority(0):
+        works["urgent"] = dist.all_reduce(urgent, group=group, async_op=True)
+    threads = [threading.Thread(target=wait, args=one) for one in works.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert bool((bulk == 2).all()) and bool((urgent == 2).all())
+    assert penstock.torch.stats()["aggregated"], "they went past the servers"
+    dist.destroy_process_group()
+    return ended
 
 
 def _collected_by_its_own_thread() -> list[str]:

@@ -7,6 +7,7 @@ import json
 import pathlib
 import re
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,57 @@ def _change() -> list[bool]:
     first.wait()
     block.change(7)
     ended.append(bool((bulk == 2).all()) and bool((small == 2).all()))
+    dist.destroy_process_group()
+    return ended
+
+
+# By whose the bulk is: the pairs between which something urgent and the bulk go, and the hosts of the ranks.
+_SHARED = {
+    "to another rank": ((0, 1), (0, 2), [0, 1, 2]),
+    "of a neighbour": ((0, 3), (1, 2), [0, 0, 1, 1]),
+    "of another host to the same rank": ((0, 2), (1, 2), [0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("bulk", _SHARED)
+def test_bulk_that_shares_a_link_gives_way(bulk: str) -> None:
+    """An urgent message of 10 MiB ends before bulk of 8 MiB that was there first; it would be last if each had half of the link.
+    Messages before them have shown how fast that is."""
+    urgent, other, placement = _SHARED[bulk]
+    with testbed.Testbed(hosts=placement[-1] + 1, link=testbed.LinkSpec(rate_mbit=100)) as bed:
+        work = functools.partial(_share, urgent, other)
+        ended = ranks.run(work, count=len(placement), bed=bed, placement=placement)
+    assert ended[urgent[1]]["urgent"] < ended[other[1]]["bulk"]
+
+
+def _share(urgent: tuple[int, int], bulk: tuple[int, int]) -> dict[str, float]:
+    dist.init_process_group("penstock")
+    rank, ended = dist.get_rank(), dict[str, float]()
+
+    def pass_on(tensor: torch.Tensor, pair: tuple[int, int]) -> dist.Work | None:
+        if rank not in pair:
+            return None
+        return (dist.isend if rank == pair[0] else dist.irecv)(tensor, pair[rank == pair[0]])
+
+    for pair in (urgent, bulk):
+        if (first := pass_on(torch.ones(8 << 18), pair)) is not None:
+            first.wait()
+    with penstock.priority(0):
+        dist.barrier()
+    works = {"bulk": pass_on(torch.ones(8 << 18), bulk)}
+    with penstock.priority(0):
+        dist.barrier()
+        works["urgent"] = pass_on(torch.ones(10 << 18), urgent)
+
+    def wait(name: str, work: dist.Work) -> None:
+        work.wait()
+        ended[name] = time.monotonic()
+
+    threads = [threading.Thread(target=wait, args=(name, work)) for name, work in works.items() if work is not None]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     dist.destroy_process_group()
     return ended
 
@@ -250,6 +302,14 @@ def _alike() -> None:
     with penstock.priority(rank):
         peer = torch.ones(100_000)
         dist.send(peer, 1) if rank == 0 else dist.recv(peer, 0)
+    # On one of them steps overlap, and so gradients have other priorities there.
+    model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reducer = penstock.torch.GradientReducer(model, optimizer=optimizer if rank else None, bucket_bytes=100_000)
+    for _ in range(3):
+        model(torch.ones(1, 200)).sum().backward()
+        optimizer.step()
+    reducer.close()
     dist.destroy_process_group()
 
 

@@ -61,10 +61,10 @@ impl Arbiter {
         Ok(Arbiter { word, own, limit: HoldLimit::default() })
     }
 
-    /// This process has urgent bytes under way.
-    pub fn claim(&self) {
+    /// This process has urgent bytes under way, for so long if it does not say so again; at most [`CLAIM_MOST`].
+    pub fn claim(&self, lasts: u64) {
         if let Some(word) = &self.word {
-            let until = clock() + CLAIM_FOR;
+            let until = clock() + lasts.min(CLAIM_MOST);
             word.epoch().store((until / UNIT) << OWNER_BITS | self.own, Ordering::Relaxed);
         }
     }
@@ -78,7 +78,7 @@ impl Arbiter {
         }
         let left = ((word >> OWNER_BITS) * UNIT).saturating_sub(clock());
         // A longer one is none of ours.
-        (1..=CLAIM_FOR).contains(&left).then(|| now.plus(left))
+        (1..=CLAIM_MOST).contains(&left).then(|| now.plus(left))
     }
 
     /// Whether what is not urgent may wait for others: for those that claim, and for other hosts' that ask this thread to pause.
@@ -114,8 +114,10 @@ const OWNER_BITS: u32 = 22;
 const OWNERS: u64 = (1 << OWNER_BITS) - 1;
 /// Times in the word are multiples of this: 42 bits last for nine years.
 const UNIT: u64 = 1 << 16;
-/// How long a claim lasts. It is renewed with every acknowledgement, and costs the others' bulk this time at the end.
-const CLAIM_FOR: u64 = 3 * MILLISECOND / 2;
+/// How long a claim lasts that is renewed with what is acknowledged; it costs the others' bulk this time at the end.
+pub const CLAIM: u64 = 3 * MILLISECOND / 2;
+/// No claim lasts longer.
+pub const CLAIM_MOST: u64 = 4 * MILLISECOND;
 /// How long messages wait at most, and for how long they do not wait then.
 const HELD_MOST: u64 = 200 * MILLISECOND;
 const HELD_PAUSE: u64 = 50 * MILLISECOND;
@@ -139,10 +141,10 @@ mod tests {
         let (one, other) = (Arbiter::at(&folder).expect("it is ours"), Arbiter::at(&folder).expect("it is there"));
         let now = Time(7);
         assert_eq!((one.claimed(now), other.claimed(now)), (None, None));
-        one.claim();
+        one.claim(CLAIM_MOST);
         assert_eq!(one.claimed(now), None);
         let until = other.claimed(now).expect("just claimed");
-        assert!(until > now && until <= now.plus(CLAIM_FOR), "{until:?}");
+        assert!(until > now && until <= now.plus(CLAIM_MOST), "{until:?}");
         let began = clock();
         while other.claimed(now).is_some() {
             assert!(clock() - began < 10_000 * MILLISECOND, "a claim does not end");

@@ -32,7 +32,7 @@ use penstock_stream::handshake::{HandshakeError, NodeKey};
 use penstock_stream::peer::{Event, PeerConfig, StreamId, Urgency};
 use penstock_types::{PeerId, SECOND, Time};
 use rustix::event::EventfdFlags;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -134,6 +134,8 @@ pub struct Driver {
     next_tick: Time,
     yama: Yama,
     arbiter: Arbiter,
+    /// Peers on other hosts for which something urgent waits: their streams have no room.
+    blocked: BTreeSet<PeerId>,
 }
 
 /// State of the connections to one peer.
@@ -244,6 +246,7 @@ impl Driver {
             next_tick: Time(0),
             yama: Yama::new(settings.ptracer),
             arbiter: Arbiter::none(),
+            blocked: BTreeSet::new(),
             settings,
         })
     }

@@ -196,10 +196,14 @@ impl Peers {
         let mut taken = std::mem::take(&mut self.dirty);
         for peer in &taken {
             self.is_dirty[*peer as usize] = false;
-            self.machines[*peer as usize].hurry(self.urgency);
         }
         taken.sort_by_key(|peer| std::cmp::Reverse(self.look(*peer).most_urgent()));
         taken
+    }
+
+    /// Tells a peer's machine what is urgent for the whole node.
+    pub(crate) fn hurry(&mut self, peer: PeerId) {
+        self.machines[peer as usize].hurry(self.urgency);
     }
 
     /// Looks without touching.

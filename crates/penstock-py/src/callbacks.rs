@@ -11,9 +11,24 @@ use std::time::Duration;
 
 /// Calls `callback()` soon, on a thread with the GIL.
 pub(crate) fn later(callback: Py<PyAny>) {
+    enqueue(Task::Call(callback));
+}
+
+/// Gives a reference back soon, on a thread with the GIL. Where a reference is dropped without the GIL, this waits until the process has
+/// to do with Python again.
+pub(crate) fn release(object: Py<PyAny>) {
+    enqueue(Task::Release(object));
+}
+
+fn enqueue(task: Task) {
     let mut pool = lock();
-    pool.queue.push_back(callback);
+    pool.queue.push_back(task);
     pool.see_to_it();
+}
+
+enum Task {
+    Call(Py<PyAny>),
+    Release(Py<PyAny>),
 }
 
 /// Waits until everything is called and has returned, for so long at the most; whether it has. For the end of a script: a
@@ -37,7 +52,7 @@ pub(crate) fn threads() -> usize {
 }
 
 struct Pool {
-    queue: VecDeque<Py<PyAny>>,
+    queue: VecDeque<Task>,
     threads: usize,
     /// Threads that sleep until there is a callback to call.
     idle: usize,
@@ -92,13 +107,17 @@ fn run() {
             let mut pool = lock();
             pool.coming -= 1;
             pool.busy += 1;
-            let callback = pool.queue.pop_front();
+            let task = pool.queue.pop_front();
             pool.see_to_it();
             drop(pool);
-            if let Some(callback) = callback
-                && let Err(error) = callback.call0(py)
-            {
-                error.write_unraisable(py, None);
+            match task {
+                Some(Task::Call(callback)) => {
+                    if let Err(error) = callback.call0(py) {
+                        error.write_unraisable(py, None);
+                    }
+                }
+                Some(Task::Release(object)) => drop(object),
+                None => {}
             }
         });
         if called.is_none() {

@@ -75,6 +75,17 @@ impl EndpointServer {
     }
 }
 
+/// What keeps a reply. A server may do nothing more with Python for long, and would hold it as long.
+struct Lent(Option<Py<PyAny>>);
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        if let Some(object) = self.0.take() {
+            callbacks::release(object);
+        }
+    }
+}
+
 /// A call for a handler.
 #[pyclass(frozen, module = "penstock._core")]
 pub(crate) struct EndpointCall(Mutex<Option<Asked>>);
@@ -120,7 +131,7 @@ impl EndpointCall {
     fn answer(&self, address: usize, length: u64, keep: Option<Py<PyAny>>) {
         let reply = match length {
             0 => Reply::Empty,
-            _ => Reply::Lent { address: address as *const u8, len: length, keep: Box::new(keep) },
+            _ => Reply::Lent { address: address as *const u8, len: length, keep: Box::new(Lent(keep)) },
         };
         // SAFETY: the caller's contract.
         self.asked(|asked| unsafe { asked.answer(Ok(reply)) });

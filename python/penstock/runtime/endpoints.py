@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import inspect
 import json
 import logging
@@ -20,7 +21,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +42,7 @@ __all__ = ["Client", "Incoming", "Limits", "Server", "Whole", "Work"]
 log = logging.getLogger("penstock")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Limits:
     """What a server takes of each client; clients learn it when they connect.
 
@@ -60,8 +60,13 @@ class Limits:
     """Bytes that lie at the server, or are on their way: data that handlers have not done with, and replies that the client has
     not taken. At least as many as the other two. Data of up to 8 KiB may come on top, for each of ``calls``."""
 
+    def __post_init__(self) -> None:
+        for limit, number in dataclasses.asdict(self).items():
+            least, below = (1, 1 << 32) if limit == "calls" else (0, _TOO_MANY)
+            _check_count(f"the limit {limit} of an endpoint", number, least, below)
 
-@dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True)
 class Incoming:
     """A call, as a handler gets it."""
 
@@ -79,7 +84,7 @@ class Incoming:
 Handler = Callable[[Incoming], Any]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Whole:
     """A handler that gets the engine's call, and has it answered by somebody else, when it is time: its thread does not wait."""
 
@@ -113,6 +118,7 @@ class Server:
         """``store`` may be an `Address`, at which clients come in with the secret."""
         _core.check_fork()
         _check_name(name)
+        _check_count(f"threads of endpoint {name}", threads, 1, 1 << 16)
         self.name = name
         settings = config.read()
         self._handlers: dict[tuple[str, str], Handler | Whole] = {}
@@ -145,16 +151,20 @@ class Server:
                     current = {"turn": self._turn, "contact": self._engine.core.contact()}
                     self._keys.set("current", json.dumps(current))
                 self._threads.append(threading.Thread(target=self._accept, name="penstock-accept", daemon=True))
+            self._threads += [
+                threading.Thread(target=self._work, name=f"penstock-handler-{number}", daemon=True)
+                for number in range(threads)
+            ]
+            for thread in self._threads:
+                thread.start()
         except BaseException:
+            self._closing.set()
+            if self._door is not None:
+                self._door.close()
+            # Handlers that run get no call any more, and end.
             self._core.close(0)
             self._engine.release()
             raise
-        self._threads += [
-            threading.Thread(target=self._work, name=f"penstock-handler-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
         _alive.add(self)
 
     def on_request(self, name: str, handler: Handler) -> None:
@@ -259,8 +269,10 @@ class Server:
                 raise TypeError(f"the handler of a push returns None, and not {type(reply).__name__}")
             call.answer(*span(reply, f"the reply to {what}"))
         except BaseException as error:
-            log.exception("endpoint %s: the handler of %s of %s has failed", self.name, what, call.who)
             call.fail(_told(error))
+            # What a filter of the script's raises must not end this thread either.
+            with contextlib.suppress(BaseException):
+                log.exception("endpoint %s: the handler of %s of %s has failed", self.name, what, call.who)
 
     def _handler(self, kind: str, name: str) -> Handler | Whole:
         """That of the name, or else of the longest beginning of it that ends with a slash."""
@@ -454,8 +466,7 @@ class Client:
         what = f"{kind} {name!r} of endpoint {self.name}"
         if self._is_closed:
             raise Closed(f"{what}: the client is closed")
-        if most < 0:
-            raise ConfigError(f"{what}: most is {most}, and no number of bytes")
+        _check_count(f"{what}: most", most, 0, _TOO_MANY)
         body, length, kept = span(data, f"the data of {what}")
         place = None
         if into is not None:
@@ -636,6 +647,11 @@ def _key(address: Address, given: bytes | None, of_job: bytes | None) -> bytes:
     return key
 
 
+def _check_count(what: str, number: int, least: int, below: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or not least <= number < below:
+        raise ConfigError(f"{what}: a whole number of at least {least} is wanted, and not {number!r}")
+
+
 def _check_name(name: str) -> None:
     try:
         is_good = isinstance(name, str) and 0 < len(name.encode()) <= _LONGEST_NAME
@@ -655,7 +671,7 @@ def _told(error: BaseException) -> str:
     """An exception as a text that can be sent, whatever is in it."""
     try:
         text = f"{type(error).__name__}: {error}"
-    except Exception:
+    except BaseException:  # of its own __str__
         text = type(error).__name__
     return text.encode(errors="backslashreplace").decode()
 
@@ -669,9 +685,14 @@ def _register() -> None:
 
 
 def _close_all() -> None:
-    for each in list(_alive):
+    open_ones = list(_alive)
+    until = time.monotonic() + _AT_EXIT_S
+    # All at the same time: one that waits for a call would keep the next ones waiting.
+    for each in open_ones:
+        each._core.close(_AT_EXIT_S)
+    for each in open_ones:
         with contextlib.suppress(PenstockError):
-            each.close(_AT_EXIT_S)
+            each.close(max(0.0, until - time.monotonic()))
 
 
 _alive: weakref.WeakSet[Server | Client] = weakref.WeakSet()
@@ -692,5 +713,7 @@ _MOST_PENDING = 1024
 # How long the end waits for a thread that has been told.
 _JOIN_S = 0.5
 _AT_EXIT_S = 2.0
+# Above any number of bytes or calls.
+_TOO_MANY = 1 << 63
 # `Record::MAX_NAME`.
 _LONGEST_NAME = 256

@@ -44,8 +44,6 @@ def serve(
     Raises:
         penstock.errors.Config: a name, limit or setting is wrong, or the store cannot be reached.
     """
-    if threads < 1:
-        raise Config(f"endpoint {name} needs a thread for its handlers, and not {threads}")
     return Server(
         name,
         _place(store, address, secret, _STORE_S),

@@ -508,9 +508,9 @@ impl Server {
 
     fn unknown(&self, kind: Kind, name: &str) -> String {
         let of_kind = self.served.iter().filter(|(known, _)| *known == kind).map(|(_, name)| name.as_str());
-        let mut names: Vec<&str> = of_kind.take(MOST_NAMES + 1).collect();
+        let mut names: Vec<String> = of_kind.take(MOST_NAMES + 1).map(|name| name.escape_debug().to_string()).collect();
         if names.len() > MOST_NAMES {
-            names[MOST_NAMES] = "...";
+            "...".clone_into(&mut names[MOST_NAMES]);
         }
         let served = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
         let kind = kind.name();

@@ -316,9 +316,10 @@ impl<B> Group<B> {
     }
 
     /// A rank has issued a collective with this priority. Each sends by its own, so nothing fails where they differ: the user is told,
-    /// once for the group.
+    /// once for the group. Those of other channels nobody has chosen: a reducer whose steps overlap sends otherwise than one whose steps
+    /// do not.
     fn compare_priority<H: Host<Body = B>>(&mut self, host: &mut H, op: OpId, from: u32, theirs: Priority) {
-        if self.has_told_priorities || op.sequence != Sequence::Collectives {
+        if self.has_told_priorities || op.sequence != Sequence::Collectives || op.channel != ChannelId::MAIN {
             return;
         }
         let Some(active) = self.ops.get(&op).filter(|active| active.first_priority != theirs) else { return };

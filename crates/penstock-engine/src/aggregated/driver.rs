@@ -9,7 +9,7 @@ use crate::recorder::{Entry, Record, Recorder};
 use crate::runtime::Call;
 use penstock_aggregation::client::{AllReduce, Core, CoreConfig, Lack, PARENT, SERVER, Trouble, Wire};
 use penstock_aggregation::{Endpoint, Key, Receipt, Serial, Timing, WorkerConfig};
-use penstock_net::arbiter::Arbiter;
+use penstock_net::arbiter::{Arbiter, CLAIM};
 use penstock_net::datagrams::Datagrams;
 use penstock_plan::Algorithm;
 use penstock_stream::fingerprint::Fingerprint;
@@ -396,7 +396,7 @@ impl Driver {
         let is_ready = self.running.front().is_some_and(|first| first.all_reduce.ready);
         let mut held = None;
         if is_urgent && is_ready && !self.core.waits_for_others(now) {
-            arbiter.claim();
+            arbiter.claim(CLAIM);
             *next = Some(now.plus(CLAIM_EVERY));
         } else if is_urgent {
             *next = None;

@@ -474,7 +474,11 @@ impl Made {
             }
             Ended::Late { was_sent } => {
                 let state = if was_sent { "the server may or may not have done it" } else { "nothing was sent" };
-                let text = format!("timed out after {:.1} s: {state}", self.timeout.as_secs_f64());
+                let text = format!(
+                    "timed out after {:.1} s: {state}. If its handlers are busy, a longer timeout_s helps, or more threads= of the \
+                     server",
+                    self.timeout.as_secs_f64()
+                );
                 refused(FailureKind::Timeout, &text)
             }
             Ended::Closed => {

@@ -364,6 +364,9 @@ impl<H: Handler> Turn<'_, H> {
                     let urgency = peers.look(peer).most_urgent();
                     let at = turns.partition_point(|other| peers.look(*other).most_urgent() > urgency);
                     turns.insert(at, peer);
+                } else {
+                    let State { driver, handler } = self.state();
+                    driver.had_turn(peer, handler.stopping());
                 }
                 if self.is_to_look() {
                     for peer in turns {
@@ -386,6 +389,7 @@ impl<H: Handler> Turn<'_, H> {
     fn pump_peer(&mut self, peer: PeerId, next: Option<PeerId>) -> bool {
         let driver = self.driver();
         let now = driver.peers.now;
+        driver.peers.hurry(peer);
         let connections = &mut driver.connections[peer as usize];
         connections.round = connections.round.wrapping_add(1);
         let (tokens, first) = (connections.sockets.clone(), connections.round);

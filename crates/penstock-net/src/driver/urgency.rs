@@ -1,9 +1,9 @@
 //! What is urgent anywhere, for all peers: which of them is served first is up to `Turn::pump`, how long queues are to each peer.
 
 use super::Driver;
-use crate::arbiter::Arbiter;
-use penstock_stream::peer::Urgency;
-use penstock_types::{PeerId, Time};
+use crate::arbiter::{Arbiter, CLAIM, CLAIM_MOST};
+use penstock_stream::peer::{Peer, Urgency};
+use penstock_types::{MILLISECOND, PeerId, Priority, Time};
 
 impl Driver {
     /// Learns what is urgent from the peers that have something to send, and from the other processes of this host.
@@ -23,13 +23,20 @@ impl Driver {
                 would_wait |= machine.most_urgent().is_some_and(|priority| !priority.is_urgent());
             }
         }
-        if leaves_host {
-            self.arbiter.claim();
+        let (peers, connections) = (&self.peers, &self.connections);
+        self.blocked.retain(|peer| !connections[*peer as usize].finished && is_blocked(peers.look(*peer), now));
+        let blocked = (!self.blocked.is_empty()).then(|| now.plus(LOOK_AGAIN));
+        if let Some(again) = blocked {
+            self.arbiter.claim(CLAIM_MOST);
+            self.schedule_timers(again);
+        } else if leaves_host {
+            self.arbiter.claim(CLAIM);
         }
         let claimed = self.arbiter.claimed(now);
         anywhere = claimed.map_or(anywhere, |until| anywhere.max(until.plus(Urgency::LASTS)));
-        let (held, ignores_pauses) =
-            obeyed(claimed.filter(|_| would_wait && !is_stopping), paused, &mut self.arbiter, now);
+        let claimed = claimed.filter(|_| would_wait && !is_stopping);
+        let (held, ignores_pauses) = obeyed(claimed, paused, &mut self.arbiter, now);
+        let held = held.into_iter().chain(blocked).max();
         for until in held.into_iter().chain(paused) {
             // What waits leaves then.
             self.schedule_timers(until);
@@ -38,26 +45,58 @@ impl Driver {
         self.pause_others();
     }
 
+    /// A peer has had its turn. While something urgent waits for room on its streams, other peers send nothing less urgent, which would
+    /// share the link with it.
+    pub(super) fn had_turn(&mut self, peer: PeerId, is_stopping: bool) {
+        let now = self.peers.now;
+        if !is_stopping && is_blocked(self.peers.look(peer), now) {
+            if self.blocked.insert(peer) {
+                let again = now.plus(LOOK_AGAIN);
+                self.peers.urgency.held = self.peers.urgency.held.max(again);
+                self.schedule_timers(again);
+            }
+        } else if self.blocked.remove(&peer) && self.blocked.is_empty() {
+            for other in 0..self.connections.len() as PeerId {
+                if self.peers.look(other).has_more() {
+                    self.peers.machine(other);
+                }
+            }
+        }
+    }
+
     /// While a peer sends us what is urgent, the others that send us something less urgent are asked to pause.
     fn pause_others(&mut self) {
         let now = self.peers.now;
         let urgent = |peer: &PeerId| Some((self.peers.look(*peer).brings_urgent(now)?, *peer));
         let Some((priority, from)) = self.peers.dirty.iter().filter_map(urgent).min() else { return };
+        let lasts = self.peers.look(from).pause_lasts();
         for peer in 0..self.connections.len() as PeerId {
             let machine = self.peers.look(peer);
-            if peer != from && !machine.config().descriptors && machine.should_pause(priority, now) {
-                self.peers.machine(peer).pause(priority, now);
+            if peer == from || machine.config().descriptors || !machine.has_sent_less_urgent(priority, now) {
+                continue;
             }
+            if machine.may_ask_again(now) {
+                self.peers.machine(peer).pause(priority, lasts, now);
+            }
+            self.schedule_timers(now.plus(LOOK_AGAIN));
         }
     }
 }
 
-/// What is not urgent waits until `claimed`, since another process of this host sends what is, and until `paused`, since peers want that:
-/// both use up one limit. Returns until when it waits for the former, and whether it does not wait for the latter.
+/// Whether something urgent waits for room on the streams to a peer on another host, which take what is before it.
+fn is_blocked(machine: &Peer, now: Time) -> bool {
+    !machine.config().descriptors && machine.most_urgent().is_some_and(Priority::is_urgent) && machine.is_well(now)
+}
+
+/// What is not urgent waits until `claimed`, since this process or another one of this host sends what is, and until `paused`, since peers
+/// want that: both use up one limit. Returns until when it waits for the former, and whether it does not wait for the latter.
 fn obeyed(claimed: Option<Time>, paused: Option<Time>, arbiter: &mut Arbiter, now: Time) -> (Option<Time>, bool) {
     let has_waited_enough = (claimed.is_some() || paused.is_some()) && !arbiter.may_hold(now);
     (claimed.filter(|_| !has_waited_enough), has_waited_enough)
 }
+
+/// How often claims and pauses are renewed: on slow links frames and acknowledgements are further apart than those last.
+const LOOK_AGAIN: u64 = MILLISECOND;
 
 #[cfg(test)]
 mod tests {
@@ -65,8 +104,8 @@ mod tests {
     use penstock_stream::MessageKey;
     use penstock_stream::fingerprint::Fingerprint;
     use penstock_stream::frame::{Kind, NumberSpace};
-    use penstock_stream::peer::{Body, OpStatus, Outgoing, Peer, PeerConfig};
-    use penstock_types::{ChannelId, GroupId, MILLISECOND, OpSeq, Priority};
+    use penstock_stream::peer::{Body, OpStatus, Outgoing, PeerConfig};
+    use penstock_types::{ChannelId, GroupId, OpSeq};
 
     /// Times of claims or pauses, which begin and end at any time.
     struct Asking {
@@ -130,7 +169,7 @@ mod tests {
                 let claimed = claims.at(ms, &mut rng).then(|| now.plus(MILLISECOND + 1));
                 let wants_pause = pauses.at(ms, &mut rng);
                 if wants_pause {
-                    there.pause(Priority::LEAST_URGENT, now);
+                    there.pause(Priority::LEAST_URGENT, 2 * MILLISECOND, now);
                     carry(&mut there, &mut here, now);
                 }
                 let paused = here.paused_until().filter(|until| now < *until);

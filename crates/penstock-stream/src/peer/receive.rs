@@ -53,8 +53,9 @@ impl<C: Copied> Peer<C> {
         self.credit.handle_returned(header.credit)?;
         match header.kind {
             Kind::Data => {
-                self.pauses.received(header, now);
-                self.handle_data_header(id, header, status)
+                let arrival = self.handle_data_header(id, header, status)?;
+                self.pauses.received(header, arrival != Arrival::Discard, now);
+                Ok(arrival)
             }
             Kind::Reference if !self.config.references && !self.config.descriptors => {
                 Err(FrameError::OutOfTurn("a reference to memory that we cannot read"))
@@ -219,6 +220,9 @@ impl<C: Copied> Peer<C> {
                 && let Some(arriving) = message.arriving.remove(&header.offset)
             {
                 message.done.insert(span(header));
+                if message.done.covers(&(0..header.total)) {
+                    self.pauses.completed(&header.key, self.hearing.last);
+                }
                 finish = Finish { apply: true, revoke: arriving.on.filter(|first| *first != id) };
             }
         }

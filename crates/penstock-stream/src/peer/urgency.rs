@@ -59,6 +59,12 @@ impl<C: Copied> Peer<C> {
         (now < self.urgency.here && self.can_have_express() && is_well).then_some(*id)
     }
 
+    /// Whether a stream brings acknowledgements, or has nothing to bring.
+    #[must_use]
+    pub fn is_well(&self, now: Time) -> bool {
+        self.streams.values().any(|stream| stream.silence(now) < SILENT)
+    }
+
     /// What may leave on a stream now is as urgent as this at least; `None`: everything may.
     pub(super) fn least_urgent(&self, is_express: bool, now: Time) -> Option<Priority> {
         let is_held = now < self.urgency.held && !self.config.descriptors;

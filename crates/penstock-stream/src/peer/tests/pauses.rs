@@ -48,7 +48,7 @@ fn carry(from: &mut Peer, to: &mut Peer, now: Time) -> (Vec<u64>, Vec<Kind>) {
     (data, others)
 }
 
-/// Only long messages that are more urgent than usual count, and only for a moment.
+/// Only long messages that are more urgent than usual count, until they are whole or nothing more of them comes.
 #[test]
 fn who_brings_what_is_urgent() {
     let [mut a, mut b] = pair();
@@ -61,7 +61,16 @@ fn who_brings_what_is_urgent() {
     carry(&mut b, &mut a, NOW);
     carry(&mut a, &mut b, NOW);
     assert_eq!(b.brings_urgent(NOW), Some(URGENT), "the most urgent one of both");
-    assert_eq!(b.brings_urgent(NOW.plus(3 * MILLISECOND)), None, "nothing more of it has come");
+    assert_eq!(b.brings_urgent(NOW.plus(20 * MILLISECOND)), Some(URGENT), "the rest of it is under way");
+    assert_eq!(b.brings_urgent(NOW.plus(60 * MILLISECOND)), None, "nothing more of it has come");
+    let lasts = b.pause_lasts();
+    carry(&mut b, &mut a, NOW);
+    while !carry(&mut a, &mut b, NOW).0.is_empty() {
+        carry(&mut b, &mut a, NOW);
+    }
+    assert!(b.pause_lasts() < lasts);
+    assert_eq!(b.brings_urgent(NOW.plus(MILLISECOND / 2)), Some(URGENT), "the next step of a collective may follow");
+    assert_eq!(b.brings_urgent(NOW.plus(3 * MILLISECOND)), None, "it is whole");
 }
 
 /// A sender that is asked to pause sends what is as urgent as the asker says, at once, and the rest when the pause is over.
@@ -69,12 +78,13 @@ fn who_brings_what_is_urgent() {
 fn a_pause_holds_what_is_less_urgent() {
     let [mut a, mut b] = pair();
     granted(&mut a, &mut b, 0, Priority::USUAL, 64 << 20);
-    assert!(!b.should_pause(URGENT, NOW), "it has sent nothing yet");
+    assert!(!b.has_sent_less_urgent(URGENT, NOW), "it has sent nothing yet");
     carry(&mut a, &mut b, NOW);
-    assert!(b.should_pause(URGENT, NOW) && !b.should_pause(Priority::USUAL, NOW));
-    b.pause(URGENT, NOW);
-    assert!(!b.should_pause(URGENT, NOW), "it was just asked");
-    assert!(b.should_pause(URGENT, NOW.plus(MILLISECOND)));
+    assert!(b.has_sent_less_urgent(URGENT, NOW) && !b.has_sent_less_urgent(Priority::USUAL, NOW));
+    assert!(b.may_ask_again(NOW));
+    b.pause(URGENT, b.pause_lasts(), NOW);
+    assert!(!b.may_ask_again(NOW), "it was just asked");
+    assert!(b.may_ask_again(NOW.plus(MILLISECOND)));
     assert_eq!(carry(&mut b, &mut a, NOW).1[0], Kind::Pause);
     let end = a.paused_until().expect("it was asked");
     assert!(end > NOW && a.poll_timeout(NOW) <= end);
@@ -92,7 +102,7 @@ fn a_pause_holds_what_is_less_urgent() {
 fn pauses_end() {
     let [mut a, mut b] = pair();
     granted(&mut a, &mut b, 0, Priority::USUAL, 1 << 40);
-    b.pause(URGENT, NOW);
+    b.pause(URGENT, b.pause_lasts(), NOW);
     let pause = Header { offset: u64::MAX, ..b.poll_frame(0, NOW).expect("the pause").header };
     a.handle_header(0, &pause, OpStatus::Early, NOW).expect("a good header");
     a.handle_frame(0, &pause, &[], OpStatus::Early).expect("a good frame");
