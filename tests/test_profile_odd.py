@@ -335,6 +335,24 @@ def test_a_fork_while_the_profiler_waits(odd: Any) -> None:
     assert [one.name for one in records[0].samples[0].operations] == ["recv"] and "forked" not in said
 
 
+def test_gloos_reduce_scatter_is_over_once_it_was_waited_for(odd: Any) -> None:
+    """Its work never says that it is complete. It is what FSDP uses, whose steps are sampled like others."""
+    records, said = odd(
+        "from torch.distributed.fsdp import fully_shard\n"
+        "dist.init_process_group('gloo')\n"
+        "work = dist.reduce_scatter_tensor(torch.zeros(4), torch.ones(8), async_op=True)\n"
+        "work.wait()\nassert not work.is_completed()\n"
+        "fully_shard(model)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        "for number in range(20):\n    step()\n"
+        "dist.destroy_process_group()\n",
+        ranks=2,
+    )
+    assert [[sample.step for sample in record.samples] for record in records] == [[4, 8, 16]] * 2, said
+    for record in records:
+        assert {one.name for one in record.samples[-1].operations} >= {"all_gather", "reduce_scatter"}
+
+
 def test_an_operation_that_never_ends(odd: Any) -> None:
     """A receive that waits from a sampled step on until the script leaves: the training goes on, without a wait of ours in each
     step, and what is left of the profiler does not keep the process."""

@@ -3,6 +3,7 @@ its own and what was recorded can be read."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import random
@@ -383,6 +384,37 @@ def test_the_end_of_a_script_is_its_own(tmp_path: pathlib.Path, ran: Any, how: s
         assert len(job.record.steps) >= 4 and not job.record.problems
         for step in job.record.steps[-3:]:
             assert {"forward", "backward", "optimizer"} >= {span.phase for span in step.spans} - {"profiler"}
+
+
+def test_no_destructor_of_torchs_profiler_ends_the_script(tmp_path: pathlib.Path) -> None:
+    """In a fresh interpreter, for forks run no destructors: of a fork, in which Kineto's thread does not exist, and of a process
+    in which an operation of a sample never ends. Both end with codes of their own, and what C has buffered is written."""
+    text = (
+        "import ctypes\nfrom penstock.tools.profile.recorder import install\n"
+        "train(4)\n"
+        "class Endless:\n    is_completed = bool\n"
+        "install._state.recording.calls.in_flight.add(Endless())\n"
+        "train(6)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n    sys.exit(9)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)\n"
+        "ctypes.CDLL(None).printf(b'%s', b'buffered')\n"
+        "sys.exit(7)\n"
+    )
+    (tmp_path / "script.py").write_text(HEAD + text)
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "script.py"],
+        env=run.environment(tmp_path),
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        try:
+            stdout, _ = process.communicate(timeout=60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # a fork that hangs
+    assert (process.returncode, stdout) == (7, b"9\nbuffered")
+    assert read(tmp_path / "rank-0.jsonl").events[-1].kind == "end"
 
 
 def test_a_script_that_closes_what_it_does_not_know(ran: Any) -> None:

@@ -329,7 +329,9 @@ def _patch_wait(kind: type, active: Callable[[], Recording | None]) -> None:
         calls.is_waiting = True
         start_ns = time.monotonic_ns()
         try:
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
+            calls.in_flight.waited(self)
+            return result
         finally:
             end_ns = time.monotonic_ns()
             calls.is_waiting = False

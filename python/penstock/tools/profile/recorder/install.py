@@ -200,6 +200,8 @@ def _forked() -> None:
 def _born() -> None:
     """In a fork. That of a rank is none; that of a launcher may become one."""
     recording = _state.recording
+    if profiler.Profiler.has_run:
+        profiler.skip_destructors()
     if recording is not None:
         recording.sampling.born(recording.calls)
     if (recording is not None and recording.is_rank) or os.environ.get(PROFILED, "").isdigit():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import time
 import weakref
@@ -12,7 +14,7 @@ import torch
 from torch.autograd import profiler, profiler_legacy
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity
 
-__all__ = ["Profiler", "goes_on", "is_used_by_script", "patch"]
+__all__ = ["Profiler", "goes_on", "is_used_by_script", "patch", "skip_destructors"]
 
 _MOST_DRIFT_NS = 1_000_000
 _MARK = "penstock.profile"
@@ -26,6 +28,9 @@ class Profiler:
     A stop frees the memory in which operations note their ends, also those that end later. `pause` is harmless at any time.
     """
 
+    has_run = False
+    """Any, in this process or in one that it is a fork of."""
+
     def __init__(self, *, shapes: bool) -> None:
         # To ask for CUDA must not start it. What stops the profiler waits for the device first.
         self._device = "cuda" if torch.cuda.is_initialized() else None
@@ -34,6 +39,7 @@ class Profiler:
         self.paused_steps = self.try_at = 0
         """Steps that have ended since, and how many have to before whoever made it tries to stop it again."""
         _ours.add(self._own)
+        Profiler.has_run = True
         self._own.__enter__()
         try:
             self._began = _marks()
@@ -77,6 +83,19 @@ class Profiler:
         """From the profiler's time to the monotonic clock, None if one of them has jumped; and its number of this thread."""
         times, thread = _times(events)
         return _clock(times, self._began, self._ended), thread
+
+
+def skip_destructors() -> None:
+    """Let this process end without the destructors of C++, with its exit code, and what the C library has buffered written.
+
+    For a process whose profiler cannot stop: the destructor of one that runs still uses memory that is free by then, and the
+    process dies of it. And for a fork of a process that had one: a thread of Kineto's, which forks do not have, never answers.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # no glibc
+        library = ctypes.CDLL(None)
+        # The last that is registered is called first. `_exit` gets the exit code, `fflush` a null pointer: all files.
+        library.on_exit(library._exit, None)
+        library.__cxa_atexit(library.fflush, None, None)
 
 
 def _marks() -> list[tuple[int, int]]:

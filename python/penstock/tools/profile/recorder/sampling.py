@@ -15,7 +15,7 @@ from penstock.profiling.record import Event, Sample, Step
 from penstock.tools.profile.recorder.collectives import Calls
 from penstock.tools.profile.recorder.errors import is_of_script
 from penstock.tools.profile.recorder.kineto import Call, Window, sample
-from penstock.tools.profile.recorder.profiler import Profiler, goes_on, is_used_by_script
+from penstock.tools.profile.recorder.profiler import Profiler, goes_on, is_used_by_script, skip_destructors
 from penstock.tools.profile.recorder.reductions import reductions
 from penstock.tools.profile.recorder.settling import settled
 
@@ -177,6 +177,7 @@ class Sampling:
                 self._pause(self._profiler, calls)
                 self._finish(calls, _PATIENCE_S, is_last=True)
                 if self._profiler is not None:
+                    skip_destructors()
                     self._say(_WAITS)
         except Exception as error:
             self._failed(error)

@@ -51,6 +51,10 @@ class InFlight:
             self._prune()  # those that have ended must not keep their tensors
             self._most = _PRUNE + 2 * len(self._works)
 
+    def waited(self, work: Any) -> None:
+        """The script has waited for it. gloo's reduce_scatter, as of FSDP, never says itself that it is complete."""
+        self._works = [each for each in self._works if each is not work]
+
     def pause(self) -> None:
         """Operations issued from now on do not count."""
         self._paused_s = time.monotonic()
