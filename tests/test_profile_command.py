@@ -145,6 +145,51 @@ def test_a_ctrl_c_ends_the_script_and_is_told(tmp_path: pathlib.Path) -> None:
     assert "optimizer" in stdout and "the records are in" in stdout, stdout + stderr
 
 
+def test_signals_are_handed_on(tmp_path: pathlib.Path) -> None:
+    """Those that come to the command alone, in the order in which they come. It ends when the script does, and as the script."""
+    script, got = tmp_path / "waits.py", tmp_path / "got"
+    script.write_text(
+        "import signal, sys, torch, time, pathlib\n"
+        "got = []\n"
+        "for name in 'HUP USR1 USR2 QUIT TERM INT'.split():\n"
+        "    signal.signal(getattr(signal, 'SIG' + name), lambda *_, name=name: got.append(name))\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "until = time.monotonic() + 60\n"
+        "while got[-1:] != ['INT'] and time.monotonic() < until:\n"
+        "    model(torch.ones(1, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    time.sleep(0.01)\n"
+        f"    pathlib.Path({str(got)!r}).write_text(' '.join(['trains', *got]))\n"
+        "sys.exit(3)\n"
+    )
+    with forked.Popen(
+        [sys.executable, "-m", "penstock", "profile", str(script)],
+        cwd=tmp_path,
+        env=dict(os.environ),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as job:
+
+        def until(want: str) -> None:
+            deadline = time.monotonic() + 60
+            while not got.exists() or got.read_text() != want:
+                assert job.poll() is None and time.monotonic() < deadline, (want, got.exists() and got.read_text())
+                time.sleep(0.01)
+
+        want = "trains"
+        until(want)
+        for name in ("HUP", "USR1", "USR2", "QUIT", "TERM"):
+            os.kill(job.pid, getattr(signal, f"SIG{name}"))
+            want += f" {name}"
+            until(want)
+        os.kill(job.pid, signal.SIGINT)
+        stdout, _ = job.communicate(timeout=60)
+    assert (job.returncode, got.read_text()) == (3, f"{want} INT")
+    assert "the records are in" in stdout and not [*tmp_path.glob("penstock-profile-1/.profile-*")]
+
+
 @pytest.mark.slow
 def test_the_command_of_the_page(tmp_path: pathlib.Path) -> None:
     """In fresh processes: torchrun, two ranks, the script of the page on `penstock convert`, and the host's counters."""

@@ -9,8 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 from penstock.errors import Config
@@ -21,6 +22,11 @@ __all__ = ["complaints", "environment", "fresh_folder", "not_made", "run", "star
 CHANGE = "PENSTOCK_PROFILE_CHANGE"
 """A JSON object for `recorder/changes.py`: ``backend``, ``bucket_cap_mb``, ``comm_hook``. Penstock has variables of its own."""
 SITE = Path(__file__).with_name("recorder") / "site"
+
+_OF_TERMINALS = {signal.SIGINT, signal.SIGQUIT}
+_HANDED_ON = {*_OF_TERMINALS, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+_PATIENCE_S = 1.0
+"""For a script to end by an interrupt that its whole group got."""
 
 FEW = 3
 """Samples: fewer say little on what communication waits for."""
@@ -84,19 +90,21 @@ def run(
     Raises:
         Config: it is nothing that can be run.
     """
+    # A signal that is ignored, as under nohup, stays so here and in the command.
+    numbers = {number for number in _HANDED_ON if signal.getsignal(number) != signal.SIG_IGN}
+    early: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: early.append(number)) for number in numbers}
     try:
-        child = subprocess.Popen(command, env=environment(folder, settings), stdout=stdout)
+        with subprocess.Popen(command, env=environment(folder, settings), stdout=stdout) as child:
+            with _handing_on(child, numbers, early):
+                code = child.wait()
     except OSError as error:
         raise Config(
             f"cannot run {command[0]}: {error.strerror}. Name what runs it, too, such as sh or python"
         ) from error
-    with child:
-        # A Ctrl-C reaches the script, too; a SIGTERM is handed on.
-        before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-        try:
-            code = _await(child)
-        finally:
-            signal.signal(signal.SIGTERM, before)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
     _await_counters(folder)
     return code if code >= 0 else 128 - code
 
@@ -115,12 +123,44 @@ def environment(folder: Path, settings: Mapping[str, str | float] | None = None)
     return env
 
 
-def _await(child: subprocess.Popen[bytes]) -> int:
-    while True:
-        try:
-            return child.wait()
-        except KeyboardInterrupt:
-            continue
+@contextlib.contextmanager
+def _handing_on(child: subprocess.Popen[bytes], numbers: Set[int], early: Sequence[int]) -> Iterator[None]:
+    """Send signals on to the child, but for those of a terminal, which reach it anyway.
+
+    Args:
+        early: those that came while the child started.
+
+    *Why a thread?* A handler in Python is not told who sent a signal; what waits for signals is.
+    """
+    watched, has_ended = {*numbers, signal.SIGCHLD}, threading.Event()
+
+    def hand_on(number: int) -> None:
+        # Who interrupts a process may interrupt its whole group, and a second one would end the script's clean-up.
+        if number not in _OF_TERMINALS or not has_ended.wait(_PATIENCE_S):
+            child.send_signal(number)
+
+    def watch() -> None:
+        for number in early:
+            hand_on(number)
+        while True:
+            info = signal.sigwaitinfo(watched)
+            is_of_kernel = info.si_code > 0
+            if info.si_signo != signal.SIGCHLD and not is_of_kernel:
+                hand_on(info.si_signo)
+            elif info.si_signo == signal.SIGCHLD and not is_of_kernel:  # ours, below
+                return
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    thread = threading.Thread(target=watch, name="penstock-signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        assert thread.ident is not None, "it was started"
+        signal.pthread_kill(thread.ident, signal.SIGCHLD)
+        thread.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _await_counters(folder: Path) -> None:
