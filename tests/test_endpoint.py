@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import pathlib
@@ -242,6 +243,27 @@ def test_the_example(root: pathlib.Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "40 changes of 4 workers: every parameter is 100" in done.stdout
     assert len(re.findall(r"rank \d has made 10 changes; the cache had seen \d+ then", done.stdout)) == 4
+
+
+def test_the_programs_of_the_page(root: pathlib.Path) -> None:
+    """docs/guide/endpoints.md: one process runs the first, another the second, which finds what the first serves."""
+    page = (root / "docs" / "guide" / "endpoints.md").read_text(encoding="utf-8")
+    programs = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(programs) == 2
+    assert ranks.run(functools.partial(_page, programs), count=2) == [[1000], [1, 0.0]]
+
+
+def _page(programs: list[str]) -> list[float]:
+    names: dict[str, Any] = {}
+    program = programs[int(os.environ["RANK"])]
+    if os.environ["RANK"] == "1":
+        exec(program, names)
+        _store().set("done", "")
+        return [names["size"], float(names["weights"].sum())]
+    exec(program, names)
+    _store().wait(["done"])
+    names["server"].close()
+    return [data.view(np.float32).size for data in names["saved"].values()]
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
