@@ -31,6 +31,7 @@ from penstock.errors import Config as ConfigError
 from penstock.errors import Timeout as TimeoutError_
 from penstock.runtime import config, contacts, process, urgency
 from penstock.runtime.door import Address, Door, enter
+from penstock.runtime.endpoint_limits import MOST, Limits, check_count, check_name
 from penstock.runtime.spans import array, span
 from penstock.runtime.store import Keys, StoreError, base
 
@@ -40,30 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["Client", "Incoming", "Limits", "Server", "Whole", "Work"]
 
 log = logging.getLogger("penstock")
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What a server takes of each client; clients learn it when they connect.
-
-    A request or push above its limit is refused with an error, and nothing is sent. The other limits lead to no error: what is
-    beyond them waits at the client, and the most urgent goes first.
-    """
-
-    calls: int = 64
-    """Calls that have not ended."""
-    request_bytes: int = 1 << 20
-    """Bytes of a request's data."""
-    push_bytes: int = 1 << 30
-    """Bytes of a push's data."""
-    in_flight_bytes: int = 1 << 30
-    """Bytes that lie at the server, or are on their way: data that handlers have not done with, and replies that the client has
-    not taken. At least as many as the other two. Data of up to 8 KiB may come on top, for each of ``calls``."""
-
-    def __post_init__(self) -> None:
-        for limit, number in dataclasses.asdict(self).items():
-            least, below = (1, 1 << 32) if limit == "calls" else (0, _TOO_MANY)
-            _check_count(f"the limit {limit} of an endpoint", number, least, below)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +94,8 @@ class Server:
     ) -> None:
         """``store`` may be an `Address`, at which clients come in with the secret."""
         _core.check_fork()
-        _check_name(name)
-        _check_count(f"threads of endpoint {name}", threads, 1, 1 << 16)
+        check_name(name)
+        check_count(f"threads of endpoint {name}", threads, 1, 1 << 16)
         self.name = name
         settings = config.read()
         self._handlers: dict[tuple[str, str], Handler | Whole] = {}
@@ -236,7 +213,7 @@ class Server:
         self.close()
 
     def _serve(self, kind: str, name: str, handler: Any) -> None:
-        _check_name(name)
+        check_name(name)
         if not callable(handler):
             if kind != "pull":
                 raise ConfigError(
@@ -363,7 +340,7 @@ class Client:
     ) -> None:
         """``store`` may be an `Address`, at which the server lets in who knows the secret."""
         _core.check_fork()
-        _check_name(name)
+        check_name(name)
         self.name = name
         self._timeout_s = call_timeout_s
         settings = config.read()
@@ -462,11 +439,11 @@ class Client:
         self.close() if kind is None else self.close(0)
 
     def _ask(self, kind: str, name: str, data: Any, into: Any, most: int, timeout_s: float | None) -> Work:
-        _check_name(name)
+        check_name(name)
         what = f"{kind} {name!r} of endpoint {self.name}"
         if self._is_closed:
             raise Closed(f"{what}: the client is closed")
-        _check_count(f"{what}: most", most, 0, _TOO_MANY)
+        check_count(f"{what}: most", most, 0, MOST)
         body, length, kept = span(data, f"the data of {what}")
         place = None
         if into is not None:
@@ -647,20 +624,6 @@ def _key(address: Address, given: bytes | None, of_job: bytes | None) -> bytes:
     return key
 
 
-def _check_count(what: str, number: int, least: int, below: int) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or not least <= number < below:
-        raise ConfigError(f"{what}: a whole number of at least {least} is wanted, and not {number!r}")
-
-
-def _check_name(name: str) -> None:
-    try:
-        is_good = isinstance(name, str) and 0 < len(name.encode()) <= _LONGEST_NAME
-    except UnicodeEncodeError:
-        is_good = False
-    if not is_good:
-        raise ConfigError(f"a name is a text of 1 to {_LONGEST_NAME} bytes, and not {name!r}")
-
-
 def _described(contact: str) -> str:
     """A process, for messages."""
     _, rank, host, address = contacts.parse(contact)
@@ -713,7 +676,3 @@ _MOST_PENDING = 1024
 # How long the end waits for a thread that has been told.
 _JOIN_S = 0.5
 _AT_EXIT_S = 2.0
-# Above any number of bytes or calls.
-_TOO_MANY = 1 << 63
-# `Record::MAX_NAME`.
-_LONGEST_NAME = 256
