@@ -38,6 +38,8 @@ class Job:
     """By rank and phase: seconds more a step."""
     queued: dict[int, float] = dataclasses.field(default_factory=dict)
     """By rank: seconds a step that its training thread waits for a processor."""
+    idle: set[tuple[int, str]] = dataclasses.field(default_factory=set)
+    """Of `more`: by rank and phase, what needs no processor."""
     resent: dict[int, float] = dataclasses.field(default_factory=dict)
     foreign: dict[int, float] = dataclasses.field(default_factory=dict)
     disk: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -248,7 +250,9 @@ class _Counters:
         key = f"pid.{self.pid}."
         steady[f"{key}thread.{self.pid}.python.queued_s"] = job.queued.get(self.host, 0.0) / step_s
         ran_s = job.compute_s + sum(
-            more for (rank, phase), more in job.more.items() if rank == self.host and phase != "loading"
+            more
+            for (rank, phase), more in job.more.items()
+            if rank == self.host and phase != "loading" and (rank, phase) not in job.idle
         )
         steady[f"{key}thread.{self.pid}.python.cpu_s"] = (ran_s - job.queued.get(self.host, 0.0)) / step_s
         steady[f"{key}disk_read_bytes"] = job.disk.get(self.host, 0.0) / step_s

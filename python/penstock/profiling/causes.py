@@ -126,18 +126,50 @@ def _waits(measures: Measures) -> Iterator[Cause]:
             numbers={"waited_ms": total / 1e6, "waited_for_the_worst_ms": late[worst] / 1e6},
         )
         return
-    yield _straggler(measures, worst, late[worst])
+    yield _straggler(measures, _late_of_itself(measures, worst), late[worst])
+
+
+def _beyond_others(measures: Measures, rank: Rank) -> dict[str, float]:
+    """By phase, what a rank spends more than the others."""
+    others = [each for each in measures.ranks if each.number != rank.number]
+    return {
+        phase: ns - measures.median(other.share.work.get(phase, 0.0) for other in others)
+        for phase, ns in rank.share.work.items()
+        if phase != "profiler"
+    }
+
+
+def _needs_no_processor(measures: Measures, rank: Rank, excess_ns: float) -> bool:
+    """Whether a rank stands still in what it spends more than the others: its training thread neither ran nor could have run for
+    as much. Not told of GPUs, which compute while the thread waits."""
+    others = [each for each in measures.ranks if each.number != rank.number]
+    counted = all(each.training_queued_ns is not None and each.training_cpu_ns > 0 for each in measures.ranks)
+    if not counted or measures.median(each.training_cpu_ns / max(1.0, each.compute_ns) for each in others) < MOSTLY:
+        return False
+    used_ns = rank.training_cpu_ns - measures.median(each.training_cpu_ns for each in others)
+    return used_ns + _queued_beyond(measures, rank) < OF_EXCESS * excess_ns
+
+
+def _late_of_itself(measures: Measures, number: int) -> int:
+    """The rank that a wait is for, if this one stands still in its longer backward passes: in a step without a sample a pass that
+    waits for another rank counts as computing (docs/design/profile-division.md). That is who spends most outside of passes."""
+    rank = next(each for each in measures.ranks if each.number == number)
+    excess_ns = _beyond_others(measures, rank).get("backward", 0.0)
+    if excess_ns <= 0 or not _needs_no_processor(measures, rank, excess_ns):
+        return number
+    outside = {
+        other.number: sum(ns for phase, ns in _beyond_others(measures, other).items() if phase in OUTSIDE and ns > 0)
+        for other in measures.ranks
+        if other is not rank
+    }
+    most = max(outside, key=lambda other: outside[other])
+    return most if outside[most] >= MOSTLY * excess_ns else number
 
 
 def _straggler(measures: Measures, number: int, waited_ns: float) -> Cause:
     """Why the others wait for this rank: the phase in which it spends more than they do."""
     rank = next(each for each in measures.ranks if each.number == number)
-    others = [each for each in measures.ranks if each.number != number]
-    more = {
-        phase: ns - measures.median(other.share.work.get(phase, 0.0) for other in others)
-        for phase, ns in rank.share.work.items()
-        if phase != "profiler"
-    }
+    more = _beyond_others(measures, rank)
     excess_ns = sum(ns for ns in more.values() if ns > 0)
     gain_ns = min(waited_ns, excess_ns) if excess_ns > 0 else waited_ns
     phase = max(more, key=lambda each: more[each], default="other")
@@ -160,6 +192,9 @@ def _straggler(measures: Measures, number: int, waited_ns: float) -> Cause:
         return Cause(phase, phase, f"{waiting}, for its {phase}", CHANGES[phase], waited_ns, gain_ns, **where)  # type: ignore[arg-type]
     text = f"{waiting}, which spends {_ms(more.get(phase, 0.0))} more in {phase} than they do"
     change = _and_check(measures, CHANGES["straggler"], "names it while training")
+    if phase == "other" and _needs_no_processor(measures, rank, more[phase]):
+        text += ", without a processor"
+        change = "look at what the script waits for there: a log, a file, a lock, another process"
     return Cause("straggler", "wait", text, change, waited_ns, gain_ns, **where)  # type: ignore[arg-type]
 
 
@@ -545,6 +580,9 @@ LEAST_SHARE = 0.03
 """Of the step: what explains less is in the noise of a run, whose steps differ by some percent."""
 MOSTLY = 0.5
 QUEUED_OF_EXCESS = 0.4
+OF_EXCESS = 0.3
+"""A guess: a rank that computes for longer needs a processor for most of that."""
+OUTSIDE = ("evaluation", "checkpoint", "loading", "other")
 """A rank that lost its processor is late by about as long as it queued; some of that is not on its critical path."""
 QUEUED_OF_WIRE = 0.3
 FOREIGN = 0.1
