@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import math
 import os
 import signal
@@ -62,31 +61,16 @@ def test_a_matrix_is_the_product_of_its_lists(tmp_path: Path) -> None:
     assert len({cell.key for cell in found.cells}) == len(found.cells)
 
 
-_LISTS = ("ranks", "batches", "micro_batch", "links_mbit")
-_NESTED = "".join(f"{key}: &{key} [{','.join(10 * [f'*{chr(ord(key) - 1)}'])}]\n" for key in "bcdefgh")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[1]", "a matrix has keys"),
         ("models: gpt3", "models has 'gpt3'; there are bert-large"),
-        ("modells: gpt2-tiny", "nobody knows 'modells'"),
+        ("modells: gpt2-tiny", "nobody knows modells"),
         ("models: gpt2-tiny\nranks: two", "ranks has 'two', which is no number"),
         ("models: gpt2-tiny\nranks: 0", "ranks has 0"),
         ("models: gpt2-tiny\nranks: [true]", "ranks has True"),
-        ("models: gpt2-tiny\nsteps: 0", "steps is a whole number from 1"),
-        ("models: gpt2-tiny\nsteps: 2001-13-45", "is no YAML"),
-        ("models: gpt2-tiny\nrepeats: 1000000000", "repeats is a whole number"),
-        ("models: gpt2-tiny\nrepeats: 10001", "more than 10000 runs"),
-        ("models: gpt2-tiny\nlinks_mbit: [1" + 400 * "0" + "]", "links_mbit has 1"),
-        ("models: gpt2-tiny\nlinks_mbit: [.nan]", "links_mbit has nan"),
-        ("models: gpt2-tiny\nranks: [1" + 5000 * "0" + "]", "is no YAML"),
-        ("models: gpt2-tiny\n" + "".join(f"{key}: {[*range(1, 400)]}\n" for key in _LISTS), "more than 10000 cells"),
-        ("a: &a [x,x,x,x,x,x,x,x,x,x]\n" + _NESTED + "models: *h\n", "nobody knows"),
-        ("models: &a [x,x]\nranks: " + 20 * "[" + 20 * "]", "ranks has"),
-        (20_000 * "[", "nested too deeply"),
-        (70_000 * "#", "longer than a matrix can be"),
+        ("models: gpt2-tiny\nsteps: 0", "steps is a whole number above 0"),
         ("models: gpt2-tiny\ntransports: [rdma]", "there is no transport over RDMA"),
         ("models: gpt2-tiny\ntransports: [tcp-0]", "transports has 'tcp-0'"),
         ("models: gpt2-tiny\ntransports: [gloo-2]", "transports has 'gloo-2'"),
@@ -226,32 +210,6 @@ def test_outcomes_are_kept_and_read_again(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(Config, match=r"other\.json is no outcome"):
         results.read(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "value", ["x", float("nan"), float("inf"), -1, 10**400, None, True, [], {"forward": "x"}, "\x1b[2J"]
-)
-@pytest.mark.parametrize(
-    "place", ["step_ms", "repeat", "work", "exposed", "problems", "cell.ranks", "cell.link_mbit", "cell.model"]
-)
-def test_an_outcome_that_makes_no_sense_is_refused(place: str, value: object, tmp_path: Path) -> None:
-    """It is named; what a terminal would obey is told as text."""
-    made = results.outcome_of(
-        CELL, 0, Breakdown((Share(0, 20, 5, 1e7, {"forward": 5e6}, {}),), {}, ()), results.Rates()
-    )
-    results.write(tmp_path, made)
-    (path,) = tmp_path.glob("*.json")
-    given = json.loads(path.read_text())
-    holder = given["cell"] if "." in place else given
-    holder[place.rpartition(".")[2]] = value
-    path.write_text(json.dumps(given))
-    try:
-        (read,) = results.read(tmp_path)
-    except Config as error:
-        assert str(path) in str(error)
-    else:
-        assert "\x1b" not in repr(read).encode().decode("unicode_escape") and math.isfinite(read.step_ms)
-        assert place in ("cell.model", "problems", "work", "exposed"), "it would be computed with"
 
 
 def test_means_and_changes_have_intervals() -> None:

@@ -806,8 +806,6 @@ def test_files_of_jobs(tmp_path: pathlib.Path) -> None:
         (("http://127.0.0.1:1/?token=x",), "no job answers at 127.0.0.1:1: Connection refused"),
         (("127.0.0.1:1",), "or set PENSTOCK_LIVE_TOKEN"),
         (("1",), "or set PENSTOCK_LIVE_TOKEN"),
-        (("http://[::1/",), "is no URL of a job"),
-        (("http://h:99999/",), "is no URL of a job"),
     ],
 )
 def test_top_says_what_to_do(arguments: tuple[str, ...], said: str) -> None:
@@ -824,47 +822,6 @@ def test_top_and_a_server_that_is_none_of_ours(server: Server) -> None:
     other.start()
     told = top("--once", f"http://127.0.0.1:{other.port}/?token={TOKEN}")
     assert told.exit_code == 1 and "shows no job: hello" in told.output
-    other.close()
-
-
-_EVENT = {
-    "answer": "hi",
-    "setting": "s",
-    "alarms": [],
-    "cards": [["1", "2", "3"]],
-    "history": [1.0, 2.0],
-    "tables": [],
-    "complaints": [],
-    "state": "ended",
-}
-
-
-@pytest.mark.parametrize(
-    ("event", "said"),
-    [
-        ({**_EVENT, "answer": "\x1b]0;owned\x07\x1b[2J \ud800"}, r"\\x1b\]0;owned\\x07\\x1b\[2J \\ud800"),
-        ({"state": "x"}, "shows no job"),
-        ([], "shows no job"),
-        ({**_EVENT, "history": [float("nan"), 1.0]}, "shows no job"),
-        ({**_EVENT, "cards": [1]}, "shows no job"),
-        ({**_EVENT, "tables": [{"title": "t", "columns": [], "rows": [["x"]]}]}, ""),
-        (None, "shows no job"),
-    ],
-)
-def test_top_and_events_that_are_none(event: Any, said: str) -> None:
-    """What is not of a live view is told, and no text of another process is obeyed."""
-    line = 20_000 * "[" if event is None else json.dumps(event)
-    other = Server(
-        "127.0.0.1",
-        0,
-        TOKEN,
-        {"/events": lambda: Answer("text/event-stream", f"data: {line}\n\n".encode())},
-        events="/no",
-    )
-    other.start()
-    told = top("--once", f"http://127.0.0.1:{other.port}/?token={TOKEN}")
-    assert re.search(said, told.output) and "\x1b]" not in told.output, told.output
-    assert not told.exception or isinstance(told.exception, SystemExit), told.exception
     other.close()
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-import planted_records
 import profiled
 from penstock.errors import Config
 from penstock.profiling import record
@@ -58,52 +57,6 @@ def test_what_is_not_read_is_named(tmp_path: pathlib.Path, content: bytes, want:
         path.write_bytes(gzip.compress(content))
         with pytest.raises(Config, match=want):
             load(path)
-
-
-def _trace(world: int, duration_us: float) -> str:
-    events = [
-        ("user_annotation", "ProfilerStep#0", 0.0, 1000.0),
-        ("user_annotation", "DistributedDataParallel.forward", 10.0, 200.0),
-        ("cpu_op", "autograd::engine::evaluate_function: X", 300.0, 300.0),
-        ("cpu_op", "gloo:all_reduce", 400.0, 300.0),
-        ("user_annotation", "Optimizer.step#SGD.step", 800.0, 100.0),
-    ]
-    keys = ("cat", "name", "ts", "dur")
-    shown = [dict(zip(keys, (*one[:3], one[3] * duration_us), strict=True), ph="X", pid=1, tid=1) for one in events]
-    about = {"rank": 0, "world_size": world}
-    return json.dumps({"schemaVersion": 1, "distributedInfo": about, "baseTimeNanoseconds": 1, "traceEvents": shown})
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(_trace(world, duration_us) for world in (1, 2) for duration_us in (0.0, 1.0)),
-        "".join(
-            f" iteration {step}/ 9 | elapsed time per iteration (ms): 0.0 | global batch size: 4 |\n"
-            "time (ms) | forward-compute: 0.0 | optimizer: 0 |\n"
-            for step in range(9)
-        ),
-    ],
-    ids=["1 rank, no time", "1 rank", "2 ranks, no time", "2 ranks", "log"],
-)
-def test_what_takes_no_time_is_told(tmp_path: pathlib.Path, content: str) -> None:
-    """Steps and operations of no length or no bytes: tables and predictions divide by neither."""
-    (path := tmp_path / "given").write_text(content)
-    told = CliRunner().invoke(profile_command, ["--read", str(path), "--html", str(tmp_path / "page.html")])
-    assert told.exit_code == 0 and not told.exception, (told.output, told.exception)
-
-
-def test_a_record_says_odd_things_of_itself(tmp_path: pathlib.Path) -> None:
-    """Half a character in a command, a list for a job, escapes in an error: told, and obeyed by no terminal."""
-    job, _ = planted_records.drawn("slow rank", 3)
-    records, _ = planted_records.played(job)
-    for one in records:
-        one.header.about.update(job=["x"], command="python caf\udce9.py")
-        event = record.Event(one.header.start_ns, "exception", "Bad: \x1b]0;owned\x07")
-        lines = map(record.line, [one.header, *one.steps, *one.samples, event])
-        (tmp_path / f"rank-{one.header.rank}.jsonl").write_text("".join(lines))
-    told = CliRunner().invoke(profile_command, ["--read", str(tmp_path), "--html", str(tmp_path / "page.html")])
-    assert told.exit_code == 0 and "\x1b" not in told.output, (told.output, told.exception)
 
 
 def test_a_rank_of_another_version_is_refused(tmp_path: pathlib.Path) -> None:

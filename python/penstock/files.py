@@ -30,10 +30,9 @@ def whole(path: Path, *, is_text: bool = True) -> Iterator[IO[Any]]:
 
     Raises: OSError, then as whatever the block raises; a file that was there is unchanged, and nothing is left of the new one.
     """
-    # Names of files and arguments may hold what is no character.
-    encoding, errors, kind = ("utf-8", "backslashreplace", "") if is_text else (None, None, "b")
+    encoding, kind = ("utf-8", "") if is_text else (None, "b")
     if _is_written_in_place(path):
-        with path.open(f"w{kind}", encoding=encoding, errors=errors) as file:
+        with path.open(f"w{kind}", encoding=encoding) as file:
             yield file
         return
     path = path.resolve()
@@ -41,7 +40,7 @@ def whole(path: Path, *, is_text: bool = True) -> Iterator[IO[Any]]:
     # Not by `tempfile`, whose files nobody else may read: a report is for all whom the umask lets read it.
     temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}")
     try:
-        with temporary.open(f"x{kind}", encoding=encoding, errors=errors) as file:
+        with temporary.open(f"x{kind}", encoding=encoding) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -32,7 +32,6 @@ __all__ = ["Network", "Prediction", "predict"]
 
 SYNC = "data-parallel sync"
 _CONVERSION = re.compile(r"(\d+\.\d+) ns a byte before it is sent, (\d+\.\d+) after")
-NOTHING = 1e-3
 FULL = 0.75
 """A link that carries less of what it can while something is on the wire is not what holds (docs/design/profile-causes.md)."""
 ALWAYS = 0.9
@@ -124,13 +123,13 @@ class _Told:
         *,
         now: Callable[[Model, Wire], float] | None = None,
     ) -> None:
-        """A prediction, unless it would be that nothing changes, or that ranks wait for ever.
+        """A prediction, unless it would be that ranks wait for ever.
 
         Args:
             changed: how long a step takes with the change.
             now: what that is compared with, instead of the step as it was run again.
         """
-        ratios, errors, effects = [], [], []
+        ratios, errors = [], []
         for model in self.models:
             for wire in self.wires:
                 again = run(model, wire.takes)
@@ -140,12 +139,10 @@ class _Told:
                 # What chance explains of the difference between the model and the mean step is in no other run.
                 far, chance = model.measured_ns / again - 1, model.unsure_ns / model.measured_ns
                 fit = 1 + math.copysign(max(0.0, abs(far) - chance), far)
-                effects.append(changed(model, wire) / base)
-                ratios.append(effects[-1] * fit * again / model.measured_ns)
+                ratios.append(changed(model, wire) / base * fit * again / model.measured_ns)
                 errors.append(abs(far) + chance + abs(base / again - 1))
         ratio = statistics.fmean(ratios) if ratios else math.inf
-        # What changes nothing gains nothing, however the model and the mean step differ.
-        if not math.isfinite(ratio) or all(abs(effect - 1) < NOTHING for effect in effects):
+        if not math.isfinite(ratio):
             return
         before = statistics.fmean(model.measured_ns for model in self.models)
         error = statistics.fmean(errors) + statistics.pstdev(ratios) / ratio if ratio else 0.0
@@ -230,7 +227,7 @@ def _float16(told: _Told) -> None:
 
     def gradient(move: Move) -> float:
         """Bytes to convert."""
-        return move.bytes / (sent_bytes(1, len(move.ranks)) or 1) if part(move) < 1 else 0.0
+        return move.bytes / sent_bytes(1, len(move.ranks)) if part(move) < 1 else 0.0
 
     def changed(model: Model, wire: Wire) -> float:
         busier = burdened(model, lambda move: there * gradient(move))

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.errors import Config
-from penstock.texts import printable
 
 __all__ = [
     "Event",
@@ -282,7 +281,7 @@ def _ordered(start: Any, end: Any) -> Interval:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("no text")
-    return printable(value)
+    return value
 
 
 def _header(given: dict[str, Any]) -> Header:
@@ -292,7 +291,6 @@ def _header(given: dict[str, Any]) -> Header:
     about = given.get("about", {})
     if not isinstance(about, dict):
         raise ValueError("no object")
-    about = {name: printable(value) if isinstance(value, str) else value for name, value in about.items()}
     return Header(
         rank, world, _text(given["host"]), _count(given["pid"]), _time(given["start"]), _time(given["wall"]), about
     )

@@ -413,7 +413,6 @@ def wires(found: Sequence[Model], link_bytes_s: float = 0.0, idle: float = 1.0) 
 
 
 def _fitted(periods: Sequence[Period], link_bytes_s: float = 0.0, idle: float = 1.0) -> tuple[Wire, ...]:
-    periods = [period for period in periods if period.ns]  # a trace may say that something took no time
     if not periods:
         return ()
     # min sum ((moves a + bytes b - t) / t)^2 with a and b not below 0.

@@ -5,24 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import reprlib
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
 from penstock.errors import Config
 from penstock.files import write_whole
 from penstock.profiling.breakdown import Breakdown
-from penstock.texts import printable
 from penstock.tools.characterize.matrix import Cell
 
 __all__ = ["Mean", "Outcome", "Rates", "Ratio", "compared", "mean_of", "outcome_of", "ratio", "read", "write"]
 
 FORMAT = "penstock-characterization/1"
-_MOST = 1e15
-"""Above any number of a run."""
 MEASURING = "profiler"
 """A phase (`breakdown.PHASES`): in runs of few steps, of which some are sampled, a fourth of the step."""
 
@@ -135,45 +131,13 @@ def read(folder: Path) -> list[Outcome]:
             given = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(given, dict) or given.pop("format", None) != FORMAT:
                 raise ValueError(f"it is no {FORMAT}")
-            found.append(_checked(given))
+            cell = Cell(**given.pop("cell"))
+            found.append(Outcome(**{**given, "cell": cell, "problems": tuple(given["problems"])}))
         except OSError as error:
             raise Config(f"cannot read {path}: {error.strerror}") from error
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise Config(f"{path} is no outcome of a run ({error}): remove it, and the run is made again") from error
     return sorted(found, key=lambda one: (one.cell.key, one.repeat))
-
-
-def _checked(given: dict[str, Any]) -> Outcome:
-    cell = Cell(**_fields(Cell, given.pop("cell")))
-    outcome = Outcome(cell=cell, **_fields(Outcome, given))
-    if not outcome.step_ms or not cell.ranks or not cell.batch:
-        raise ValueError("a step, ranks and a batch are above 0")
-    return outcome
-
-
-def _fields(of: type, given: Any) -> dict[str, Any]:
-    """What a file says of a class's fields, each of its type."""
-    if not isinstance(given, dict):
-        raise ValueError(f"no {of.__name__}")
-    kinds = get_type_hints(of)
-    if strange := set(given) - set(kinds):
-        raise ValueError(f"nobody knows {reprlib.repr(sorted(strange))}")
-    return {name: _of_kind(value, kinds[name]) for name, value in given.items()}
-
-
-def _of_kind(value: Any, kind: Any) -> Any:
-    if kind in (int, float):
-        is_number = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < _MOST:
-            raise ValueError(f"no such number: {reprlib.repr(value)}")
-        return kind(value)
-    if kind is str:
-        if not isinstance(value, str):
-            raise ValueError(f"no text: {reprlib.repr(value)}")
-        return printable(value)
-    if get_origin(kind) is tuple:
-        return tuple(_of_kind(each, str) for each in value)
-    return {_of_kind(name, str): _of_kind(each, float) for name, each in value.items()}
 
 
 def mean_of(values: Sequence[float]) -> Mean:

@@ -160,7 +160,7 @@ def answer(breakdown: Breakdown) -> str:
     still = _mean(map(still_ns, shares))
     who = "Ranks" if len(shares) > 1 else f"Rank {shares[0].rank}"
     of_step = f"of a step of {duration(step / 1e9)}"
-    if not step or still < LEAST * step:
+    if still < LEAST * step:
         work = _mean_work(shares)
         most = max(work, key=work.__getitem__)
         verb = "compute" if len(shares) > 1 else "computes"
