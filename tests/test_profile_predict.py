@@ -118,6 +118,30 @@ def test_what_chance_explains_is_not_carried_over() -> None:
     assert wild.error > even.error + 0.1
 
 
+@pytest.mark.parametrize("lengths", [[36_000_000, 76_000_000], [46_000_000], [56_000_000], [20_000_000, 70_000_000]])
+def test_what_changes_nothing_gains_nothing(lengths: list[int]) -> None:
+    """However far the model, of 51 ms, is from the mean step, by chance or not: gradients of two bytes stay as they are."""
+    records = alike(lengths * 4)
+    for record in records:
+        [sample] = record.samples
+        halves = tuple(dataclasses.replace(one, element_bytes=2) for one in sample.operations)
+        record.samples[0] = dataclasses.replace(sample, operations=halves)
+    found = told(records, Network(flow_bytes_s=1.0))["gradients as float16 on the wire"]
+    assert found.gain == pytest.approx(1) and found.error > abs(51_000_000 / found.before_ns - 1) / 2
+    assert "float16" not in " ".join(each.change for each in advise(records, divide(records)).predictions)
+
+
+def test_without_ddp_no_setting_of_it_is_told() -> None:
+    """A script that reduces by hand has no place for buckets or a hook; and of sizes that hold all gradients one is told."""
+    records = launching(10)
+    ours = [each for each in predict(records) if {"bucket_cap_mb", "comm_hook"} & each.settings.keys()]
+    assert len(ours) > 1
+    shown = [each.change for each in advise(records, divide(records)).predictions if "buckets" in each.change]
+    assert shown == ["buckets of 4 MiB and more", "buckets of 25 MiB and more"]
+    records[0].events.append(Event(0, "no ddp"))
+    assert not any(each.settings for each in predict(records) if each.change in [one.change for one in ours])
+
+
 def launching(count: int) -> list[Record]:
     """Two ranks that compute a ms before each bucket, and need half a ms to launch it, while the others move; then they wait."""
     records = []

@@ -20,7 +20,7 @@ class Advice:
 
     causes: tuple[Cause, ...] = ()
     predictions: tuple[Prediction, ...] = ()
-    """Those that a step becomes shorter by, by `LEAST_GAIN` and more."""
+    """Those that a step becomes shorter by, by `LEAST_GAIN` and more; of equal ones the first."""
 
     @property
     def first(self) -> Prediction | None:
@@ -46,7 +46,11 @@ def advise(records: Sequence[Record], breakdown: Breakdown, *, everything: bool 
             replace(each, before_ns=step_ns, after_ns=profiler_ns + (step_ns - profiler_ns) / each.gain)
             for each in predictions
         ]
-    return Advice(tuple(causes), tuple(each for each in predictions if everything or each.gain >= 1 + LEAST_GAIN))
+    if not everything:
+        # Where small buckets hold all gradients already, larger ones are the same.
+        different = {(each.after_ns, each.error): each for each in reversed(predictions)}.values()
+        predictions = [each for each in reversed(different) if each.gain >= 1 + LEAST_GAIN]
+    return Advice(tuple(causes), tuple(predictions))
 
 
 def network_of(records: Sequence[Record], breakdown: Breakdown, causes: Sequence[Cause]) -> Network:

@@ -102,6 +102,8 @@ class _Told:
     wires: tuple[Wire, ...]
     conversions: tuple[float, float]
     """To float16 and back, in ns a byte of gradient."""
+    has_ddp: bool
+    """Whether a DistributedDataParallel may be there, to which `recorder/changes.py` gives buckets and hooks."""
     made: list[Prediction] = field(default_factory=list)
 
     @property
@@ -139,7 +141,10 @@ class _Told:
                 # What chance explains of the difference between the model and the mean step is in no other run.
                 far, chance = model.measured_ns / again - 1, model.unsure_ns / model.measured_ns
                 fit = 1 + math.copysign(max(0.0, abs(far) - chance), far)
-                ratios.append(changed(model, wire) / base * fit * again / model.measured_ns)
+                ratio = changed(model, wire) / base
+                # It counts for no more than the change itself does: what changes nothing gains nothing.
+                most = max(ratio, 1 / ratio) if ratio > 0 else math.inf
+                ratios.append(ratio * min(max(fit * again / model.measured_ns, 1 / most), most))
                 errors.append(abs(far) + chance + abs(base / again - 1))
         ratio = statistics.fmean(ratios) if ratios else math.inf
         if not math.isfinite(ratio):
@@ -165,7 +170,8 @@ def predict(records: Sequence[Record], network: Network | None = None) -> list[P
     found = [model for model in found if all(math.isfinite(run(model, wire.takes)) for wire in possible)]
     if not possible or not found:
         return []
-    told = _Told(network, found, possible, _conversions(records))
+    has_ddp = not any(event.kind == "no ddp" for record in records for event in record.events)
+    told = _Told(network, found, possible, _conversions(records), has_ddp)
     if not all(move.is_inside for model in found for move in model.moves):
         _links(told)
         _other_sums(told)
@@ -227,7 +233,7 @@ def _float16(told: _Told) -> None:
 
     def gradient(move: Move) -> float:
         """Bytes to convert."""
-        return move.bytes / sent_bytes(1, len(move.ranks)) if part(move) < 1 else 0.0
+        return move.bytes / sent_bytes(1, len(move.ranks)) if part(move) < 1 and len(move.ranks) > 1 else 0.0
 
     def changed(model: Model, wire: Wire) -> float:
         busier = burdened(model, lambda move: there * gradient(move))
@@ -242,7 +248,7 @@ def _float16(told: _Told) -> None:
         "model.register_comm_hook(None, fp16_compress_hook) of DDP; or GradientReducer(model, wire=torch.float16)",
         changed,
         because,
-        {"comm_hook": "float16"},
+        {"comm_hook": "float16"} if told.has_ddp else {},
     )
 
 
@@ -276,7 +282,7 @@ def _buckets(told: _Told) -> None:
             f"buckets of {size >> 20} MiB and more",
             f"DistributedDataParallel(model, bucket_cap_mb={size >> 20}), or bucket_bytes={size} of ddp_hook and GradientReducer",
             bucketed,
-            settings={"bucket_cap_mb": size >> 20},
+            settings={"bucket_cap_mb": size >> 20} if told.has_ddp else {},
         )
 
 

@@ -174,6 +174,8 @@ class Recording:
             # torch's does not let it be.
             with self.span("profiler"), contextlib.suppress(Exception):
                 self.event("float16", "{:.3f} ns a byte before it is sent, {:.3f} after".format(*costs()))
+            if self.calls.reducers() is None:
+                self.event("no ddp")
         self.calls.step_ended()
 
     def _settle(self, now_ns: int) -> Step:
