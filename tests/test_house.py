@@ -466,7 +466,7 @@ def test_every_variable_is_a_setting(root: pathlib.Path) -> None:
 
 
 # Which rooms of the Python package a room may use (ARCHITECTURE.md, "Rooms"). `FOR_ALL` are for all.
-FOR_ALL = {"_core", "addresses", "errors", "extras", "files", "interfaces", "numbers", "renamed"}
+FOR_ALL = {"_core", "addresses", "errors", "extras", "files", "interfaces", "numbers", "renamed", "texts"}
 PYTHON_MAY_USE = {
     "cluster": set(),
     "runtime": {"cluster", "live"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -25,6 +26,7 @@ from penstock.profiling.readers import load
 from penstock.profiling.readers.source import Text
 from penstock.profiling.record import Record
 from penstock.tools.profile import command as profile_command
+from penstock.tools.profile.run import complaints
 from penstock.tools.profile.shown import table
 from profiled import LOG, NEWER, check_sums, loaded, written
 
@@ -74,6 +76,76 @@ def test_a_rank_of_another_version_is_refused(tmp_path: pathlib.Path) -> None:
     )
     (tmp_path / "rank-1.jsonl").unlink()
     assert CliRunner().invoke(profile_command, ["--read", str(tmp_path)]).exit_code == 0
+
+
+@pytest.mark.parametrize("text", ["\x1b]0;owned\x07", "\r\x9b2J", "\ud800", "\u202e"])
+def test_texts_of_a_record_are_harmless(tmp_path: pathlib.Path, text: str) -> None:
+    """On the terminal, in the page and in all tables, wherever they stand; of an exception's text the other lines stay."""
+    one = profiled.record(0, 1)
+    one.header.about.update({"command": text, "job": text, "backend": text, "device": {text: text}})
+    steps = [step._replace(spans=(*step.spans, record.Span(text, step.start_ns, step.end_ns))) for step in one.steps]
+    operations = [dataclasses.replace(each, name=text, group=text) for each in one.samples[0].operations]
+    sample = dataclasses.replace(one.samples[0], operations=tuple(operations))
+    header = dataclasses.replace(one.header, host=text)
+    event = record.Event(10**9, "exception", f"one\n{text}two")
+    path = tmp_path / "rank-0.jsonl"
+    path.write_text("".join(map(record.line, [header, *steps, sample, event])))
+    names = ("html", "csv", "json", "perfetto")
+    options = [each for name in names for each in (f"--{name}", str(tmp_path / name))]
+    told = CliRunner().invoke(profile_command, ["--read", str(path), "--kineto", str(tmp_path / "k"), *options])
+    assert told.exit_code == 0, told.exception
+    [read] = loaded(path)
+    made = [
+        told.output,
+        *((tmp_path / name).read_text() for name in names),
+        read.events[0].text,
+        *complaints(tmp_path, [read]),
+    ]
+    assert not any(text in each or json.dumps(text)[1:-1] in each for each in made)
+    assert read.events[0].text.startswith("one\n") and read.events[0].text.endswith("two")
+
+
+@pytest.mark.parametrize("job", [["x"], {"a": ["x"]}, None, {"a": "b"}, 1e400, 7])
+def test_what_a_header_says_of_its_job_is_not_believed(tmp_path: pathlib.Path, job: Any) -> None:
+    """It may be of any kind: told, or refused."""
+    header = json.loads(record.line(profiled.record(0, 1).header))
+    header["about"] = {"job": job}
+    path = tmp_path / "rank-0.jsonl"
+    path.write_text(json.dumps(header) + "\n" + "".join(map(record.line, profiled.record(0, 1).steps)))
+    told = CliRunner().invoke(profile_command, ["--read", str(path)])
+    assert told.exit_code in (0, 1) and isinstance(told.exception, (SystemExit, type(None))), told.exception
+
+
+@pytest.mark.parametrize(
+    ("dur", "at", "args"), [(0, 0, {}), (0, 1.7e15, {}), (1, 0, {}), (0, 1.7e15, None), (1, 1.7e15, None)]
+)
+def test_times_of_nothing_are_told(tmp_path: pathlib.Path, dur: float, at: float, args: Any) -> None:
+    """Operations that take 0 ns, also late on the clock, and operations of one rank without arguments."""
+    trace: dict[str, Any] = {"schemaVersion": 1, "distributedInfo": {"rank": 0, "world_size": 2}}
+    trace["traceEvents"] = [
+        {"ph": "X", "pid": 7, "tid": tid, "cat": cat, "name": name, "ts": at + 1000 * step + begin, "dur": took}
+        | ({} if args is None else {"args": {"Group size": 2, "In msg nelems": 9, "dtype": "Float"}})
+        for step in range(5)
+        for cat, tid, name, begin, took in (
+            ("user_annotation", 3, f"ProfilerStep#{step}", 0, 900),
+            ("user_annotation", 3, "DistributedDataParallel.forward", 10, 200),
+            ("cpu_op", 3, "autograd::engine::evaluate_function: X", 300, 300),
+            ("cpu_op", 4, "gloo:all_reduce", 400, 300 * dur),
+            ("user_annotation", 3, "Optimizer.step#SGD.step", 800, 100),
+        )
+    ]
+    told = CliRunner().invoke(profile_command, ["--read", str(written(tmp_path / "t.json", trace))])
+    assert told.exit_code == 0, told.exception
+
+
+def test_steps_that_take_no_time_are_told(tmp_path: pathlib.Path) -> None:
+    """By the command and on the page."""
+    one = profiled.record(0, 1)
+    one.steps[:] = [step._replace(end_ns=step.start_ns, spans=(), waits=()) for step in one.steps]
+    path = tmp_path / "rank-0.jsonl"
+    path.write_text("".join(map(record.line, [one.header, *one.steps])))
+    told = CliRunner().invoke(profile_command, ["--read", str(path), "--html", str(tmp_path / "html")])
+    assert told.exit_code == 0 and "steps take no time" in told.output, told.exception
 
 
 def test_what_is_no_file(tmp_path: pathlib.Path) -> None:

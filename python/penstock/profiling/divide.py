@@ -342,7 +342,7 @@ def _about_ranks(ranks: list[Record]) -> list[str]:
         )
     if len({record.header.world for record in ranks}) > 1:
         problems.append("the records are of jobs of several sizes: are they of one run?")
-    if len({record.header.about.get("job") for record in ranks} - {None, ""}) > 1:
+    if len({str(record.header.about.get("job", "")) for record in ranks} - {""}) > 1:
         problems.append(
             "the records are of several jobs, which wrote into one folder at the same time: ranks do not belong together. "
             "Give each job an --output of its own"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.errors import Config
+from penstock.texts import harmless
 
 __all__ = [
     "Event",
@@ -257,7 +258,7 @@ _Made = TypeVar("_Made")
 def _attempt(make: Callable[[dict[str, Any]], _Made], given: dict[str, Any]) -> _Made | None:
     try:
         return make(given)
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError):
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError):
         return None
 
 
@@ -281,6 +282,17 @@ def _ordered(start: Any, end: Any) -> Interval:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("no text")
+    return harmless(value)
+
+
+def _about(value: Any) -> Any:
+    """Objects of texts, numbers and flags."""
+    if isinstance(value, dict):
+        return {_text(name): _about(each) for name, each in value.items()}
+    if isinstance(value, str):
+        return harmless(value)
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError("no text, number or flag")
     return value
 
 
@@ -292,7 +304,13 @@ def _header(given: dict[str, Any]) -> Header:
     if not isinstance(about, dict):
         raise ValueError("no object")
     return Header(
-        rank, world, _text(given["host"]), _count(given["pid"]), _time(given["start"]), _time(given["wall"]), about
+        rank,
+        world,
+        _text(given["host"]),
+        _count(given["pid"]),
+        _time(given["start"]),
+        _time(given["wall"]),
+        _about(about),
     )
 
 

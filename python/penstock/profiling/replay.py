@@ -442,19 +442,20 @@ def _periods(moves: Sequence[Move], met: Sequence[Meeting], clock: Mapping[int, 
     for move, meeting in zip(moves, met, strict=True):
         all_there = max(float(clock[rank].on_first(one.issued_ns)) for rank, one in meeting.parts)
         mean_end = statistics.fmean(clock[rank].on_first(one.ended_ns) for rank, one in meeting.parts)
-        queues.setdefault(move.queue, []).append((all_there, max(mean_end, all_there + 1.0), move))
+        queues.setdefault(move.queue, []).append((all_there, max(mean_end, all_there), move))
     found: list[Period] = []
     for queue in queues.values():
         since = until = -math.inf
         for ready, ended, move in sorted(queue, key=lambda span: span[:2]):
             if ready > until:
                 since, until = ready, ended
-                found.append(Period(1, move.bytes, until - since, ended - ready, move.is_inside))
+                found.append(Period(1, move.bytes, max(1.0, until - since), ended - ready, move.is_inside))
             else:
                 until = max(until, ended)
                 last = found[-1]
                 shortest_ns = min(last.shortest_ns, ended - ready)
-                found[-1] = Period(last.moves + 1, last.bytes + move.bytes, until - since, shortest_ns, last.is_inside)
+                length_ns = max(1.0, until - since)
+                found[-1] = Period(last.moves + 1, last.bytes + move.bytes, length_ns, shortest_ns, last.is_inside)
     return tuple(found)
 
 

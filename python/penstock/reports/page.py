@@ -15,6 +15,7 @@ from penstock.reports.charts import Bars, Lines
 from penstock.reports.network import Network
 from penstock.reports.tables import Table
 from penstock.reports.timeline import Timeline
+from penstock.texts import harmless
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def render(page: Page) -> str:
     # Words stay whole where a line is broken, so that what is typed can be read.
     words = re.sub(r"\S+", lambda word: f"<span>{escape(word[0])}</span>", page.next.command)
     command = f'<pre tabindex="0"><code>{words}</code></pre>' if words else ""
-    return template.substitute(
+    page_html = template.substitute(
         kind=escape(page.kind),
         title=escape(f"{page.kind}: {page.answer}"),
         answer=_prose(page.answer),
@@ -100,6 +101,7 @@ def render(page: Page) -> str:
         cards=f'<div class="cards">\n{cards}\n</div>' if cards else "",
         sections="\n".join(_section(section) for section in page.sections),
     )
+    return harmless(page_html)
 
 
 def _section(section: Section) -> str:

@@ -12,6 +12,7 @@ import click
 from penstock.errors import PenstockError
 from penstock.extras import need
 from penstock.files import check_writable
+from penstock.texts import harmless
 from penstock.tools.profile import run
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def command(
             try:
                 _tell(load(read, pipeline_stages=pipeline_stages), wanted)
             except OSError as error:
-                raise click.ClickException(str(error)) from error
+                raise click.ClickException(harmless(str(error))) from error
             return
         started = run.started(arguments)
         for path in filter(None, (html, perfetto, csv, json)):
@@ -87,17 +88,17 @@ def command(
         folder = run.fresh_folder(output)
         again = run.fresh_folder(folder.with_name(f"{folder.name}-applied")) if applied else None
     except PenstockError as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(harmless(str(error))) from error
     try:
         code = run.run(started, folder)
     except PenstockError as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(harmless(str(error))) from error
     try:
         records = _load(folder)
         said = run.complaints(folder, records)
         advice = _tell(records, wanted) if records else None
         for text in said:
-            click.echo(f"penstock profile: {text}", err=True)
+            _say(text)
         if records:
             click.echo(f"the records are in {folder} (penstock profile --read {folder})")
         elif output is None:
@@ -107,8 +108,15 @@ def command(
         if again is not None:
             _remove_empty(again)
     except (PenstockError, OSError) as error:
-        click.echo(f"penstock profile: {error}", err=True)
+        _say(str(error))
+    except Exception as error:  # the exit code is the command's, whatever is wrong here
+        _say(f"{folder} cannot be told of, which is a bug: {type(error).__name__}: {error}")
     sys.exit(code)
+
+
+def _say(text: str) -> None:
+    """What is not the answer, on standard error. Texts of records and exceptions may hold anything."""
+    click.echo(f"penstock profile: {harmless(text)}", err=True)
 
 
 def _remove_empty(folder: Path) -> None:
@@ -128,22 +136,22 @@ def _apply(command: Sequence[str], again: Path, records: Sequence[Record], advic
         return 0
     if not _is_of_one_machine(records):
         text = "--apply changes what this command starts, and there were ranks of other hosts: change all alike by hand"
-        click.echo(f"penstock profile: {text}: {best.change}, by {best.how}", err=True)
+        _say(f"{text}: {best.change}, by {best.how}")
         return 0
     click.echo(f"again, with {best.change} ({best.how}) ...")
     code = run.run(command, again, best.settings)
     not_made = run.not_made(again, best.settings)
     found = _load(again)
     for text in run.complaints(again, found):
-        click.echo(f"penstock profile: {text}", err=True)
+        _say(text)
     took, before = _step_ns(found), _step_ns(records)
     if code != 0 or not took:
-        click.echo(f"penstock profile: the command ended with status {code}; the records are in {again}", err=True)
+        _say(f"the command ended with status {code}; the records are in {again}")
         return code
     if not_made:
         text = "the script left no place for the change (it names no such backend, builds no DistributedDataParallel, or has a "
         text += f"communication hook of its own), so a step takes {took / 1e6:.1f} ms and took {before / 1e6:.1f}"
-        click.echo(f"penstock profile: {text}; the records are in {again}", err=True)
+        _say(f"{text}; the records are in {again}")
         return code
     # The prediction is of sampled steps, in which torch's profiler ran: its ratio is what counts.
     after = before * best.after_ns / best.before_ns
@@ -194,7 +202,7 @@ def _tell(found: Sequence[Record] | Breakdown, wanted: dict[str, Path | None]) -
     advice = advise(records, breakdown) if records else None
     click.echo(table(breakdown, advice), nl=False)
     for problem in breakdown.problems:
-        click.echo(f"penstock profile: {problem}", err=True)
+        _say(problem)
     if wanted["csv"]:
         writers.csv(breakdown, wanted["csv"])
     if wanted["json"]:

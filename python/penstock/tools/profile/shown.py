@@ -14,6 +14,7 @@ from penstock.profiling.advice import Advice
 from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Breakdown, Moving, Share
 from penstock.profiling.causes import Cause
 from penstock.reports import Column, Line, Table
+from penstock.texts import harmless
 
 __all__ = [
     "Unit",
@@ -75,7 +76,7 @@ def table(breakdown: Breakdown, advice: Advice | None = None) -> str:
             for each in advice.predictions:
                 if each.how:
                     console.print(f"{each.change}: {each.how}")
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    return "\n".join(line.rstrip() for line in harmless(out.getvalue()).splitlines()) + "\n"
 
 
 # Why, and what would change it
@@ -160,7 +161,7 @@ def answer(breakdown: Breakdown) -> str:
     still = _mean(map(still_ns, shares))
     who = "Ranks" if len(shares) > 1 else f"Rank {shares[0].rank}"
     of_step = f"of a step of {duration(step / 1e9)}"
-    if still < LEAST * step:
+    if still < LEAST * step or not step:
         work = _mean_work(shares)
         most = max(work, key=work.__getitem__)
         verb = "compute" if len(shares) > 1 else "computes"

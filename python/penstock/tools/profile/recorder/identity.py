@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.profiling.record import Header
+from penstock.texts import harmless
 
 __all__ = ["Identity", "host", "make_room"]
 
@@ -54,7 +55,7 @@ class Identity:
         self.about |= {
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "command": " ".join(getattr(sys, "orig_argv", sys.argv))[:2000],
+            "command": harmless(" ".join(getattr(sys, "orig_argv", sys.argv))[:2000]),
             "threads": torch.get_num_threads(),
             "cores": len(os.sched_getaffinity(0)),
             "job": ":".join(os.environ.get(name, "") for name in _OF_JOB).strip(":"),
