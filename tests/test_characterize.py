@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
+import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -84,6 +87,93 @@ def test_a_matrix_is_the_product_of_its_lists(tmp_path: Path) -> None:
 def test_a_wrong_matrix_says_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(Config, match=message.replace("[", r"\[")):
         matrix.read(written(tmp_path, text), sorted(MODELS))
+
+
+NINES = "9" * 400
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("models: &a [gpt2-tiny]\nbatches: &b [1, *b]", "batches has a list, which is no number"),
+        (
+            "".join(f"a{i}: &a{i} [{', '.join(['*a' + str(i - 1)] * 9) if i else 'x'}]\n" for i in range(9)),
+            "nobody knows a0",
+        ),
+        (f"runs: [{{models: &a [&b [x, x]{', *b' * 9}]}}]", "models has a list"),
+        (
+            f"models: gpt2-tiny\nranks: &a [{'2, ' * 399}]\nbatches: *a\nsequence: *a\nmicro_batch: *a",
+            "more than 10,000 runs",
+        ),
+        ("models: gpt2-tiny\nrepeats: 1000000000", "more than 10,000 runs"),
+        (
+            "models: gpt2-tiny\nruns:\n" + "- &a {ranks: [1, 2, 4]}\n" + "- *a\n" * 2000,
+            "run 556: the matrix has more than",
+        ),
+        (f"models: gpt2-tiny\nlinks_mbit: [{NINES}]", "links_mbit has a number that is too large"),
+        (f"models: gpt2-tiny\nseed: 0x{NINES}", "not a number that is too large"),
+        (f"models: [[0x{NINES * 20}]]", "models has a list"),
+        (f"models: gpt2-tiny\n? 0x{NINES * 20}\n: 1", "nobody knows a number that is too large"),
+        ("models: gpt2-tiny\nlinks_mbit: [.nan]", "links_mbit has nan"),
+        ("models: gpt2-tiny\nflow_mbit: .inf", "flow_mbit has a number that is too large"),
+        ("models: gpt2-tiny\ntransports: tcp-²", "transports has 'tcp-²'"),
+        ("models: gpt2-tiny\nsteps: 2001-13-45", "is no YAML: month"),
+        (f"steps: {NINES * 20}", "is no YAML: Exceeds"),
+        ("[" * 20_000, "is no YAML: maximum recursion"),
+        ("\udcff", "is no YAML: 'utf-8' codec"),
+        ("#" * 70_000, "has more than 64 KiB"),
+    ],
+)
+def test_a_hostile_matrix_is_refused_at_once(tmp_path: Path, text: str, message: str) -> None:
+    """In a message of some lines; nothing is made of long products, aliases and numbers."""
+    path = tmp_path / "matrix.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(Config) as said:
+        matrix.read(path, sorted(MODELS))
+    assert message in str(said.value) and len(str(said.value)) < 1000, str(said.value)[:1000]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x",
+        "\x1b]0;owned\x07[/red]\ud800",
+        math.nan,
+        0,
+        -1,
+        10**400,
+        True,
+        ["x"],
+        {"forward": "x"},
+    ],
+)
+def test_outcomes_of_any_kind_are_shown_or_refused(tmp_path: Path, value: object) -> None:
+    """Each field in turn: no traceback, and nothing that controls a terminal, in the table, the report and a comparison."""
+    usual = dataclasses.asdict(outcome(processors=2, machine="x"))
+    (good := tmp_path / "good").mkdir()
+    (bad := tmp_path / "bad").mkdir()
+    (good / "a.json").write_text(json.dumps({"format": results.FORMAT, **usual}))
+    for name in (*usual, *(f"cell {each}" for each in usual["cell"]), "", *usual["work"]):
+        given = json.loads(json.dumps(usual))
+        first, _, last = name.partition(" ")
+        (given["cell"] if last else given["work"] if first in given["work"] else given)[last or first] = value
+        (bad / "a.json").write_text(json.dumps({"format": results.FORMAT, **given}))
+        drawn = ["--html", str(tmp_path / "html")] if name in ("cell model", "machine") else []
+        compared = [["--compare", str(bad), str(good)]] if name == "step_ms" or last else []
+        for options in (["--show", str(bad), *drawn], *compared):
+            told = CliRunner().invoke(cli.command, options)
+            assert isinstance(told.exception, (SystemExit, type(None))), (name, told.exception)
+            assert not re.search("[\x1b\x07\ud800]", told.output), name
+    for text in ("[" * 100_000, '{"a": ' + "9" * 5000):
+        (bad / "a.json").write_text(text)
+        (bad / memory.NAME).write_text(text)
+        assert "is no outcome" in CliRunner().invoke(cli.command, ["--show", str(bad)]).output
+    (bad / "a.json").unlink()
+    line = json.dumps(
+        {"kind": {**dict.fromkeys(memory.Kind.__annotations__, value)}, "mib": 64, "batch": 1, "fits": True}
+    )
+    (bad / memory.NAME).write_text(json.dumps({"format": memory.FORMAT}) + f"\n{line}\n" + "[" * 100_000)
+    assert not memory.Tries(bad).limits()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from typing import Any
 
 import click.testing
 import pytest
+import rich.console
 import torch
 import torch.distributed as dist
 
@@ -36,6 +38,7 @@ from penstock.live import found, metrics, own, running, scalars, shown, view
 from penstock.live.counts import Counts, counts
 from penstock.live.server import Answer, Server
 from penstock.runtime import config
+from penstock.tools.top import events, render
 from test_reports import MEASURE, SCREENS, check_layout, contrast
 
 TOKEN = "a-token-of-a-test-1234"
@@ -806,6 +809,8 @@ def test_files_of_jobs(tmp_path: pathlib.Path) -> None:
         (("http://127.0.0.1:1/?token=x",), "no job answers at 127.0.0.1:1: Connection refused"),
         (("127.0.0.1:1",), "or set PENSTOCK_LIVE_TOKEN"),
         (("1",), "or set PENSTOCK_LIVE_TOKEN"),
+        (("http://[::1/",), "http://[::1/ is no URL: Invalid IPv6 URL"),
+        (("http://h:99999/",), "is no URL: Port out of range"),
     ],
 )
 def test_top_says_what_to_do(arguments: tuple[str, ...], said: str) -> None:
@@ -823,6 +828,53 @@ def test_top_and_a_server_that_is_none_of_ours(server: Server) -> None:
     told = top("--once", f"http://127.0.0.1:{other.port}/?token={TOKEN}")
     assert told.exit_code == 1 and "shows no job: hello" in told.output
     other.close()
+
+
+SHOWN = {
+    "state": "ended",
+    "answer": "a\x1b]0;owned\x07\x9b2J",
+    "setting": "\ud800",
+    "alarms": ["\r"],
+    "cards": [["1", "\u202e", "3"]],
+    "history": [1, 2.0],
+    "tables": [{"title": "t\x1b", "columns": [], "rows": [["x"]]}],
+    "complaints": ["\x00"],
+}
+
+
+def test_top_shows_no_control_characters() -> None:
+    """Whatever the texts of an event hold."""
+    [event] = sent(json.dumps(SHOWN))
+    console = rich.console.Console(file=io.StringIO(), width=80)
+    console.print(render(event))
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "owned" in said and not re.search("[\x00\r\x07\x1b\x9b\u202e\ud800]", said)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[]", "7", "[" * 200_000, "{", "\xff", "9" * 5000),
+        *(json.dumps({key: value for key, value in SHOWN.items() if key != name}) for name in SHOWN),
+        *(json.dumps(SHOWN | {name: value}) for name in SHOWN for value in (7, [True], [[]], None, [{}])),
+        *(json.dumps(SHOWN | {"history": [1.0, value]}) for value in (float("nan"), float("inf"), 10**400, True, "1")),
+    ],
+)
+def test_top_and_events_of_another_kind(text: str) -> None:
+    """They are refused in a line."""
+    with pytest.raises(click.ClickException, match="shows no job: it sends events of another kind"):
+        sent(text)
+
+
+def sent(text: str) -> list[dict[str, Any]]:
+    """What `penstock top` makes of an event."""
+    body = b"data: " + text.encode("latin-1") + b"\n\n"
+    server = Server("127.0.0.1", 0, TOKEN, {"/events": lambda: Answer("text/event-stream", body)}, events="/other")
+    server.start()
+    try:
+        return list(events(f"http://127.0.0.1:{server.port}/?token={TOKEN}"))
+    finally:
+        server.close()
 
 
 # ------------------------------------------------------------------------------------------------------- a real browser

@@ -54,9 +54,8 @@ class Table:
     def for_terminal(self, *, with_meanings: bool = False) -> rich_table.Table:
         """For `rich`. A value of a group is shown once; meanings make a last column, dimmed."""
         shown = rich_table.Table(
-            title=self.title or None,
+            title=Text(self.title, style="bold") if self.title else None,
             title_justify="left",
-            title_style="bold",
             caption=self.note or None,
             caption_justify="left",
             box=box.SIMPLE_HEAD,
@@ -77,7 +76,8 @@ class Table:
                 shown.add_section()
             group = line.group if is_new else ("",) * len(self.groups)
             meaning = [line.meaning] if with_meanings else []
-            shown.add_row(*group, *line.cells, *meaning, style=STYLES[line.kind])
+            # Names may come from files: what looks like markup in them is none.
+            shown.add_row(*map(Text, (*group, *line.cells, *meaning)), style=STYLES[line.kind])
             previous = line.group
         return shown
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.texts import harmless
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -50,15 +52,20 @@ def events(url: str) -> Iterator[dict[str, Any]]:
     Raises:
         click.ClickException: nothing answers, or it does not take the token, or it is no job, or it is gone.
     """
-    parts = urllib.parse.urlsplit(url)
-    shown = f"{parts.hostname}:{parts.port or 80}"
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=_PATIENCE_S)
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host, port = parts.hostname or "", parts.port or 80
+    except ValueError as error:
+        raise click.ClickException(harmless(f"{url} is no URL: {error}")) from None
+    shown = harmless(f"{host}:{port}")
+    connection = http.client.HTTPConnection(host, port, timeout=_PATIENCE_S)
     try:
         connection.request("GET", f"/events?{parts.query}")
         answer = connection.getresponse()
     except (OSError, http.client.HTTPException, ValueError) as error:
+        why = harmless(getattr(error, "strerror", None) or str(error))
         raise click.ClickException(
-            f"no job answers at {shown}: {getattr(error, 'strerror', None) or error}. Is it running, and on this network? "
+            f"no job answers at {shown}: {why}. Is it running, and on this network? "
             "`penstock top` without an address finds the jobs of this host."
         ) from None
     if answer.status == 401:
@@ -67,19 +74,24 @@ def events(url: str) -> Iterator[dict[str, Any]]:
         )
     if answer.status != 200 or answer.getheader("Content-Type", "") != "text/event-stream":
         said = answer.read(200).decode("utf-8", "replace").strip() or f"status {answer.status}"
-        raise click.ClickException(f"what answers at {shown} shows no job: {said}")
+        raise click.ClickException(f"what answers at {shown} shows no job: {harmless(said)}")
     with contextlib.closing(connection):
         event: dict[str, Any] = {"state": ""}
         while event["state"] != "ended":
             try:
                 line = answer.readline(_MOST_BYTES)
-                if line.startswith(b"data: "):
-                    event = json.loads(line[6:])
-                    yield event
             except (OSError, http.client.HTTPException, ValueError):
                 line = b""
             if not line:
                 raise click.ClickException(f"the job at {shown} is gone: its rank 0 has ended without a word")
+            if line.startswith(b"data: "):
+                try:
+                    event = _checked(json.loads(line[6:]))
+                except (KeyError, TypeError, ValueError, RecursionError):
+                    raise click.ClickException(
+                        f"what answers at {shown} shows no job: it sends events of another kind"
+                    ) from None
+                yield event
 
 
 def render(event: dict[str, Any]) -> RenderableType:
@@ -109,6 +121,39 @@ def render(event: dict[str, Any]) -> RenderableType:
         parts.append(table)
     parts += [Text(complaint, style="yellow") for complaint in event["complaints"]]
     return Group(*parts)
+
+
+def _checked(given: Any) -> dict[str, Any]:
+    """What `render` needs of an event, which may come from anywhere.
+
+    Raises: KeyError, TypeError, ValueError: it is none.
+    """
+    return {
+        **{name: _text(given[name]) for name in ("state", "answer", "setting")},
+        **{name: [_text(each) for each in given[name]] for name in ("alarms", "complaints")},
+        "cards": [(_text(number), _text(what), _text(note)) for number, what, note in given["cards"]],
+        "history": [_number(each) for each in given["history"]],
+        "tables": [
+            {
+                "title": _text(each["title"]),
+                "columns": [_text(column) for column in each["columns"]],
+                "rows": [[_text(cell) for cell in row] for row in each["rows"]],
+            }
+            for each in given["tables"]
+        ],
+    }
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("no text")
+    return harmless(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e15:
+        raise ValueError("no number")
+    return value
 
 
 def _sparkline(values: list[float]) -> str:

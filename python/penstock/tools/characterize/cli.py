@@ -16,6 +16,7 @@ import click
 from penstock.errors import PenstockError
 from penstock.extras import need
 from penstock.numbers import plural
+from penstock.texts import harmless
 from penstock.tools.characterize.matrix import Cell, Matrix
 
 __all__ = ["command"]
@@ -82,7 +83,7 @@ def command(
                 failed = _run(matrix, folder, memory, timeout)
         outcomes, limits = results.read(folder), memory_room.Tries(folder).limits()
     except PenstockError as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(harmless(str(error))) from error
     if not outcomes:
         raise click.ClickException("\n".join([f"{folder} has no run that has ended", *_listed(failed)]))
     from penstock.reports.terminal import print_first_screen

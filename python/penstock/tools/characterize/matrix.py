@@ -6,6 +6,8 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +96,11 @@ _FIELDS: dict[str, tuple[type | tuple[type, ...], Any]] = {
     "sequence": (int, [0]),
 }
 """Of a product: what its lists hold, and what they are when they are not given."""
+MOST = 10**9
+"""Of numbers in it."""
+MOST_BYTES = 64 << 10
+MOST_RUNS = 10_000
+"""At ten seconds each more than a day."""
 _WHOLE: dict[str, int] = {"steps": 30, "repeats": 3, "seed": 1}
 
 
@@ -107,60 +114,77 @@ def read(path: Path, models: Sequence[str]) -> Matrix:
         Config: it cannot be read, or says something that makes no sense, with the place.
     """
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise Config(f"{path} has more than {MOST_BYTES >> 10} KiB: that is no matrix")
+        given = yaml.safe_load(text.decode("utf-8"))
     except OSError as error:
         raise Config(f"cannot read {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise Config(f"{path} is no YAML: {error}") from error
     if not isinstance(given, dict):
         raise Config(f"{path}: a matrix has keys, at least `models`, or `runs` with a list of products")
     unknown = set(given) - set(_FIELDS) - set(_WHOLE) - {"runs"}
     if unknown:
-        raise Config(f"{path}: nobody knows {', '.join(sorted(map(str, unknown)))}; keys are {_keys()}")
+        raise Config(f"{path}: nobody knows {', '.join(sorted(map(_name, unknown)))}; keys are {_keys()}")
     whole = {}
     for name, usual in _WHOLE.items():
         value = given.get(name, usual)
-        if isinstance(value, bool) or not isinstance(value, int) or value < (name != "seed"):
-            raise Config(f"{path}: {name} is a whole number{' above 0' if name != 'seed' else ''}, and not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not (name != "seed") <= value <= MOST:
+            above = " above 0" if name != "seed" else ""
+            raise Config(f"{path}: {name} is a whole number{above}, up to {MOST:,}, and not {_told(value)}")
         whole[name] = value
     products = given.get("runs", [{}])
     if not isinstance(products, list) or not products:
         raise Config(f"{path}: runs is a list of products, each with keys of {_keys()}")
     cells: dict[Cell, None] = {}
+    runs = 0
     for number, product in enumerate(products, 1):
         where = f"{path}: run {number}" if "runs" in given else str(path)
         if not isinstance(product, dict) or set(product) - set(_FIELDS):
             raise Config(f"{where}: a product has keys of {', '.join(_FIELDS)}")
         common = {name: value for name, value in given.items() if name in _FIELDS}
-        for cell in _cells({**common, **product}, where, models):
+        lists = _lists({**common, **product}, where)
+        # Before anything is made of them: a short file can be the product of long lists.
+        runs += math.prod(map(len, lists.values())) * whole["repeats"]
+        if runs > MOST_RUNS:
+            raise Config(f"{where}: the matrix has more than {MOST_RUNS:,} runs")
+        for cell in _cells(lists, where, models):
             cells.setdefault(cell)
     left_out = tuple((cell, cell.refusal()) for cell in cells if cell.refusal())
     return Matrix(tuple(cell for cell in cells if not cell.refusal()), **whole, left_out=left_out)
 
 
-def _cells(given: dict[str, Any], where: str, models: Sequence[str]) -> list[Cell]:
+def _lists(given: dict[str, Any], where: str) -> dict[str, list[Any]]:
     lists: dict[str, list[Any]] = {}
-    for name, (kind, usual) in _FIELDS.items():
+    for name, (_, usual) in _FIELDS.items():
         value = given.get(name, usual)
-        values = value if isinstance(value, list) else [value]
-        if value is None or not values:
+        lists[name] = value if isinstance(value, list) else [value]
+        if value is None or not lists[name]:
             raise Config(f"{where}: {name} is missing: a value or a list")
-        for each in values:
+    return lists
+
+
+def _cells(lists: dict[str, list[Any]], where: str, models: Sequence[str]) -> list[Cell]:
+    for name, (kind, _) in _FIELDS.items():
+        for each in lists[name]:
             if isinstance(each, bool) or not isinstance(each, kind):
-                raise Config(f"{where}: {name} has {each!r}, which is no {'number' if kind is not str else 'word'}")
-            if isinstance(each, (int, float)) and (each < 0 or (each == 0 and name in ("ranks", "batches"))):
-                raise Config(f"{where}: {name} has {each!r}")
-        lists[name] = values
+                is_word = kind is str
+                raise Config(f"{where}: {name} has {_told(each)}, which is no {'word' if is_word else 'number'}")
+            # Not so of what is no number, either.
+            if isinstance(each, (int, float)) and not (name in ("ranks", "batches")) <= each <= MOST:
+                raise Config(f"{where}: {name} has {_told(each)}")
     for name, known in (("models", models), ("parallel", PARALLEL), ("scaling", SCALINGS)):
         if unknown := [each for each in lists[name] if each not in known]:
-            raise Config(f"{where}: {name} has {unknown[0]!r}; there are {', '.join(known)}")
+            raise Config(f"{where}: {name} has {_told(unknown[0])}; there are {', '.join(known)}")
     for transport in lists["transports"]:
         if transport == "rdma":
             raise Config(f"{where}: there is no transport over RDMA (UCX) here; leave rdma out")
         name, dash, streams = transport.partition("-")
         if name not in ("gloo", "shm", "aggregated", "tcp") or (dash and (name != "tcp" or not _is_streams(streams))):
             raise Config(
-                f"{where}: transports has {transport!r}; there are gloo, tcp, tcp-1 to tcp-64, shm, aggregated"
+                f"{where}: transports has {_told(transport)}; there are gloo, tcp, tcp-1 to tcp-64, shm, aggregated"
             )
     made = []
     for product in itertools.product(*lists.values()):
@@ -184,7 +208,20 @@ def _cells(given: dict[str, Any], where: str, models: Sequence[str]) -> list[Cel
 
 
 def _is_streams(text: str) -> bool:
-    return text.isdigit() and 1 <= int(text) <= 64
+    return re.fullmatch("[1-9][0-9]?", text) is not None and int(text) <= 64
+
+
+def _told(value: object) -> str:
+    """A value of the file in some characters: aliases can make it as large as they like."""
+    if isinstance(value, str):
+        return repr(value[:64])
+    if isinstance(value, (int, float)):
+        return repr(value) if not abs(value) > MOST else "a number that is too large"
+    return f"a {type(value).__name__}"
+
+
+def _name(key: object) -> str:
+    return key[:64] if isinstance(key, str) else _told(key)
 
 
 def _keys() -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.errors import Config
 from penstock.files import write_whole
+from penstock.tools.characterize import checked
 from penstock.tools.characterize.matrix import Cell
 
 __all__ = ["Kind", "Limit", "Tries", "kind_of", "largest"]
@@ -68,11 +69,11 @@ class Tries:
         for line in lines[1:]:
             given = _object(line) or {}
             try:
-                kind = Kind(**given["kind"])
-                tried, mib, batch = given["fits"], given["mib"], given["batch"]
-            except (KeyError, TypeError):
+                kind = checked.made(Kind, _KIND, given["kind"])
+                tried, mib, batch = given["fits"], checked.count(given["mib"]), checked.count(given["batch"])
+            except (KeyError, TypeError, ValueError):
                 continue
-            if isinstance(tried, bool) and isinstance(mib, int) and isinstance(batch, int):
+            if isinstance(tried, bool) and kind.ranks:
                 self._known.setdefault((kind, mib), {})[batch] = tried
 
     def largest(self, cell: Cell, mib: int, fits: Callable[[Cell], bool]) -> int:
@@ -127,6 +128,12 @@ def largest(fits: Callable[[int], bool], unit: int, most: int) -> int:
 def _object(text: str) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+_KIND: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("model", "parallel"), checked.text),
+    **dict.fromkeys(("ranks", "micro_batch", "sequence"), checked.count),
+}

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from penstock.errors import Config
 from penstock.files import write_whole
 from penstock.profiling.breakdown import Breakdown
+from penstock.tools.characterize import checked
 from penstock.tools.characterize.matrix import Cell
 
 __all__ = ["Mean", "Outcome", "Rates", "Ratio", "compared", "mean_of", "outcome_of", "ratio", "read", "write"]
@@ -131,11 +132,10 @@ def read(folder: Path) -> list[Outcome]:
             given = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(given, dict) or given.pop("format", None) != FORMAT:
                 raise ValueError(f"it is no {FORMAT}")
-            cell = Cell(**given.pop("cell"))
-            found.append(Outcome(**{**given, "cell": cell, "problems": tuple(given["problems"])}))
+            found.append(checked.made(Outcome, _OUTCOME, given))
         except OSError as error:
             raise Config(f"cannot read {path}: {error.strerror}") from error
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise Config(f"{path} is no outcome of a run ({error}): remove it, and the run is made again") from error
     return sorted(found, key=lambda one: (one.cell.key, one.repeat))
 
@@ -215,6 +215,31 @@ def _t(freedom: int) -> float:
     return _T[freedom - 1] if freedom <= len(_T) else 1.96 + 2.4 / freedom
 
 
+def _cell(given: Any) -> Cell:
+    if not isinstance(given, dict):
+        raise ValueError("no object")
+    cell = checked.made(Cell, _CELL, given)
+    if not cell.ranks:
+        raise ValueError("no ranks")
+    return cell
+
+
+_CELL: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("model", "parallel", "transport", "scaling"), checked.text),
+    **dict.fromkeys(("ranks", "batch", "micro_batch", "sequence"), checked.count),
+    **dict.fromkeys(("link_mbit", "flow_mbit"), checked.number),
+}
+_OUTCOME: dict[str, Callable[[Any], Any]] = {
+    "cell": _cell,
+    "repeat": checked.count,
+    "step_ms": checked.positive,
+    **dict.fromkeys(("work", "exposed", "waits", "hidden"), checked.parts),
+    "bytes": lambda value: checked.number(value, most=1e18),
+    **dict.fromkeys(("receive_mbit", "receive_peak_mbit", "sent_mbit"), checked.number),
+    "problems": checked.texts,
+    "processors": checked.count,
+    "machine": checked.text,
+}
 _T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101,
     2.093, 2.086,
