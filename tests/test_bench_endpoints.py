@@ -34,7 +34,7 @@ def test_what_the_bench_makes_of_what_processes_say() -> None:
     assert [row.median_s for row in rows] == pytest.approx([0.6, 0.5, 0.7, 0.5])
     assert [row.share for row in rows] == pytest.approx([0.5 / 0.6, 1, 0.5 / 0.7, 1])
     assert rows[0].rate == pytest.approx(2 * (1 << 20) / 0.6) and rows[0].worst_s == pytest.approx(0.7)
-    assert "83.3%" in bench.table(rows).for_terminal().columns[6]._cells
+    assert "83.3%" in map(str, bench.table(rows).for_terminal().columns[6]._cells)
     assert "71% of raw sockets" in bench.story(rows).answer
 
 

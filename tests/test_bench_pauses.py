@@ -36,7 +36,7 @@ def test_what_the_bench_makes_of_what_ranks_say() -> None:
     assert medians == pytest.approx([2.2, 3.2, 2.6, 6.0, 18.0, 2.0])
     assert rows["a pause of 1 s"].worst_s == pytest.approx(3.4)
     assert rows["number 1 of a group"].ratio == pytest.approx(6.0 / 2.2)
-    assert "2.727" in bench.table(list(rows.values())).for_terminal().columns[3]._cells
+    assert "2.727" in map(str, bench.table(list(rows.values())).for_terminal().columns[3]._cells)
 
 
 @pytest.mark.parametrize(

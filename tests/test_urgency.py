@@ -375,7 +375,7 @@ def test_what_the_bench_makes_of_what_ranks_say() -> None:
     assert (urgent.median_s, urgent.target_s) == (pytest.approx(0.006), pytest.approx(0.008))
     assert urgent.rate == pytest.approx(1 + 4 * 65536 / (1 << 28))
     json.dumps([vars(row) for row in (alone, usual, urgent)])
-    assert "<= 8.0 ms" in bench.table([alone, usual, urgent]).for_terminal().columns[6]._cells
+    assert "<= 8.0 ms" in map(str, bench.table([alone, usual, urgent]).for_terminal().columns[6]._cells)
 
 
 @pytest.mark.parametrize(
