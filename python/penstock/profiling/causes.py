@@ -126,7 +126,7 @@ def _waits(measures: Measures) -> Iterator[Cause]:
             numbers={"waited_ms": total / 1e6, "waited_for_the_worst_ms": late[worst] / 1e6},
         )
         return
-    yield _straggler(measures, _late_of_itself(measures, worst), late[worst])
+    yield _straggler(measures, _blamed(measures, worst), late[worst])
 
 
 def _beyond_others(measures: Measures, rank: Rank) -> dict[str, float]:
@@ -150,9 +150,10 @@ def _needs_no_processor(measures: Measures, rank: Rank, excess_ns: float) -> boo
     return used_ns + _queued_beyond(measures, rank) < OF_EXCESS * excess_ns
 
 
-def _late_of_itself(measures: Measures, number: int) -> int:
-    """The rank that a wait is for, if this one stands still in its longer backward passes: in a step without a sample a pass that
-    waits for another rank counts as computing (docs/design/profile-division.md). That is who spends most outside of passes."""
+def _blamed(measures: Measures, number: int) -> int:
+    """Who the wait is for: this rank, unless it stands still in its longer backward passes. In a step without a sample a pass
+    that waits for another rank counts as computing (docs/design/profile-division.md); then it is who spends most outside of
+    passes."""
     rank = next(each for each in measures.ranks if each.number == number)
     excess_ns = _beyond_others(measures, rank).get("backward", 0.0)
     if excess_ns <= 0 or not _needs_no_processor(measures, rank, excess_ns):

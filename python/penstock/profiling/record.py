@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.errors import Config
-from penstock.texts import harmless
+from penstock.texts import checked, harmless
 
 __all__ = [
     "Event",
@@ -279,16 +279,10 @@ def _ordered(start: Any, end: Any) -> Interval:
     return start_ns, end_ns
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("no text")
-    return harmless(value)
-
-
 def _about(value: Any) -> Any:
     """Objects of texts, numbers and flags."""
     if isinstance(value, dict):
-        return {_text(name): _about(each) for name, each in value.items()}
+        return {checked(name): _about(each) for name, each in value.items()}
     if isinstance(value, str):
         return harmless(value)
     if not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -306,7 +300,7 @@ def _header(given: dict[str, Any]) -> Header:
     return Header(
         rank,
         world,
-        _text(given["host"]),
+        checked(given["host"]),
         _count(given["pid"]),
         _time(given["start"]),
         _time(given["wall"]),
@@ -320,9 +314,9 @@ def _step(given: dict[str, Any]) -> Step:
         _count(given["step"]),
         start_ns,
         end_ns,
-        tuple(Span(_text(phase), *_ordered(start, end)) for phase, start, end in given.get("spans", ())),
+        tuple(Span(checked(phase), *_ordered(start, end)) for phase, start, end in given.get("spans", ())),
         tuple(
-            Wait(*_ordered(start, end), _text(operation), _text(group))
+            Wait(*_ordered(start, end), checked(operation), checked(group))
             for start, end, operation, group in given.get("waits", ())
         ),
         _time(given.get("thread", 0)),
@@ -333,14 +327,14 @@ def _step(given: dict[str, Any]) -> Step:
 def _operation(given: Any) -> Operation:
     name, group, number, issued, ended, length, ranks, peer, purpose, *more = given
     return Operation(
-        _text(name),
-        _text(group),
+        checked(name),
+        checked(group),
         _count(number),
         *_ordered(issued, ended),
         _count(length),
         _count(ranks),
         None if peer is None else _count(peer),
-        _text(purpose),
+        checked(purpose),
         _count(more[0]) if more else 0,
     )
 
@@ -364,14 +358,14 @@ def _sample(given: dict[str, Any]) -> Sample:
 
 
 def _readings(given: dict[str, Any]) -> Readings:
-    values = {_text(name): float(value) for name, value in given["values"].items()}
+    values = {checked(name): float(value) for name, value in given["values"].items()}
     if not all(map(math.isfinite, values.values())):
         raise ValueError("no number")
     return Readings(_time(given["readings"]), values)
 
 
 def _event(given: dict[str, Any]) -> Event:
-    return Event(_time(given["time"]), _text(given["event"]), _text(given.get("text", "")))
+    return Event(_time(given["time"]), checked(given["event"]), checked(given.get("text", "")))
 
 
 _READERS: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[Record, Any], None]]] = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.texts import harmless
+from penstock.texts import checked, harmless
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -129,25 +129,19 @@ def _checked(given: Any) -> dict[str, Any]:
     Raises: KeyError, TypeError, ValueError: it is none.
     """
     return {
-        **{name: _text(given[name]) for name in ("state", "answer", "setting")},
-        **{name: [_text(each) for each in given[name]] for name in ("alarms", "complaints")},
-        "cards": [(_text(number), _text(what), _text(note)) for number, what, note in given["cards"]],
+        **{name: checked(given[name]) for name in ("state", "answer", "setting")},
+        **{name: [checked(each) for each in given[name]] for name in ("alarms", "complaints")},
+        "cards": [(checked(number), checked(what), checked(note)) for number, what, note in given["cards"]],
         "history": [_number(each) for each in given["history"]],
         "tables": [
             {
-                "title": _text(each["title"]),
-                "columns": [_text(column) for column in each["columns"]],
-                "rows": [[_text(cell) for cell in row] for row in each["rows"]],
+                "title": checked(each["title"]),
+                "columns": [checked(column) for column in each["columns"]],
+                "rows": [[checked(cell) for cell in row] for row in each["rows"]],
             }
             for each in given["tables"]
         ],
     }
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("no text")
-    return harmless(value)
 
 
 def _number(value: Any) -> float:

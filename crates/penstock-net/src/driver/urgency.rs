@@ -24,7 +24,8 @@ impl Driver {
             }
         }
         let (peers, connections) = (&self.peers, &self.connections);
-        self.blocked.retain(|peer| !connections[*peer as usize].finished && is_blocked(peers.look(*peer), now));
+        let goes_on = |peer: &PeerId| !is_stopping && !connections[*peer as usize].finished;
+        self.blocked.retain(|peer| goes_on(peer) && is_blocked(peers.look(*peer), now));
         let blocked = (!self.blocked.is_empty()).then(|| now.plus(LOOK_AGAIN));
         if let Some(again) = blocked {
             self.arbiter.claim(CLAIM_MOST);

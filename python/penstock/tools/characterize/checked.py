@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from penstock.texts import harmless
+from penstock.texts import checked as text
 
 __all__ = ["MOST", "count", "made", "number", "parts", "positive", "text", "texts"]
 
@@ -28,12 +28,6 @@ def made(kind: Callable[..., _Made], fields: Mapping[str, Callable[[Any], Any]],
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
     return kind(**checked)
-
-
-def text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("no text")
-    return harmless(value)
 
 
 def texts(value: Any) -> tuple[str, ...]:
