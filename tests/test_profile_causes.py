@@ -332,22 +332,6 @@ def fits(cause: Cause, expected: planted_records.Expected) -> bool:
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
-@pytest.mark.parametrize("seed", range(6))
-def test_a_rank_that_stands_still_in_its_pass_is_no_straggler(seed: int, is_idle: bool) -> None:
-    """Where its longer passes need no processor, they wait for the rank that evaluates; where they do, it is late itself."""
-    job, _ = planted_records.drawn("slow rank", seed)
-    slow, other = 0, 1
-    job.more = {(slow, "backward"): job.compute_s}
-    job.idle = set(job.more) if is_idle else set()
-    records, breakdown = planted_records.played(job)
-    shares = list(breakdown.shares)
-    work = {**shares[other].work, "evaluation": 0.9e9 * job.compute_s}
-    shares[other] = dataclasses.replace(shares[other], work=work)
-    first = causes.find(records, dataclasses.replace(breakdown, shares=tuple(shares)))[0]
-    assert (first.kind, first.rank) == (("evaluation", other) if is_idle else ("straggler", slow)), first
-
-
-@pytest.mark.parametrize("is_idle", [True, False])
 def test_a_script_that_waits_outside_torch_is_told_so(is_idle: bool) -> None:
     """A rank that sleeps between pass and step has no slow device."""
     job, _ = planted_records.drawn("slow rank", 5)

@@ -77,6 +77,63 @@ def test_unsampled_steps_are_told_apart_as_the_sampled() -> None:
         assert one.work == pytest.approx(other.work) and one.communication == other.communication and sums_up(one)
 
 
+def test_an_evaluation_without_a_sample_is_waited_for() -> None:
+    """Rank 0 evaluates for 100 ms in a step without a sample: rank 1 waits for it in its backward pass, and does not compute."""
+    breakdown = divide(data_parallel(2, sampled=(3, 5), evaluation_ns={(0, 7): 100 * MS}))
+    first, second = breakdown.shares
+    assert sums_up(first) and sums_up(second) and first.step_ns == second.step_ns == 88 * MS
+    assert first.work["evaluation"] == 10 * MS and first.work["backward"] == pytest.approx(40 * MS)
+    assert second.work["backward"] == pytest.approx(40 * MS)
+    assert second.communication[SYNC].waited_for == {0: pytest.approx(10 * MS)}
+    assert second.communication[SYNC].exposed_wire_ns == pytest.approx(10 * MS)
+
+
+@pytest.mark.parametrize("why", ["it computes", "nobody is late", "autograd has its own thread"])
+def test_a_long_pass_without_a_sample_is_no_wait_by_itself(why: str) -> None:
+    records = data_parallel(2, sampled=(3, 5), evaluation_ns={(0, 7): 100 * MS})
+    second = records[1]
+    for at, step in enumerate(second.steps):
+        if step.number == 7 and why == "it computes":
+            second.steps[at] = step._replace(thread_ns=step.end_ns - step.start_ns)
+    if why == "nobody is late":
+        records[0].steps = [
+            step._replace(
+                spans=tuple(
+                    span._replace(start_ns=step.start_ns + 25 * MS) if span.phase == "backward" else span
+                    for span in step.spans
+                )
+            )
+            for step in records[0].steps
+        ]
+    if why == "autograd has its own thread":
+        second.samples = [replace(sample, busy=()) for sample in second.samples]
+    share = divide(records).shares[1]
+    assert share.communication[SYNC].exposed_wait_ns == 0 and sums_up(share)
+    assert share.work["backward"] + share.communication[SYNC].exposed_wire_ns == pytest.approx(60 * MS)
+
+
+def test_a_marked_wait_without_a_sample_is_for_who_came_later_than_ever() -> None:
+    """A barrier is wire in sampled steps; where rank 1 comes to it 30 ms later, those are a wait for it, by whichever clock."""
+    records = []
+    for rank in range(2):
+        record = Record(header(rank, 2, "ab"[rank]))
+        for number in range(12):
+            at = 1000 * MS * number
+            begin = at + 10 * MS + (30 * MS if (rank, number) == (1, 8) else 0)
+            end = at + (42 if number == 8 else 12) * MS
+            span = Span("forward", at, at + 60 * MS)
+            record.steps.append(Step(number, at, at + 100 * MS, (span,), (Wait(begin, end, "barrier", "0"),), 50 * MS))
+            if number in (3, 6, 9):
+                operation = Operation("barrier", "0", 0, begin, end, 0, 2)
+                record.samples.append(Sample(number, ((at, begin),), (operation,)))
+        records.append(shifted(record, 777 * MS) if rank else record)
+    first, second = divide(records).shares
+    assert sums_up(first) and sums_up(second)
+    assert first.communication[OTHER].waited_for == {1: pytest.approx(3 * MS, abs=0.3 * MS)}
+    assert first.communication[OTHER].exposed_wire_ns == pytest.approx(2 * MS, abs=0.3 * MS)
+    assert second.communication[OTHER].waited_for == {}
+
+
 def test_a_marked_wait_keeps_its_purpose_in_steps_without_a_sample() -> None:
     """Waits by operation and group: those of unsampled steps are what the sampled ones with the same name were."""
     records = []

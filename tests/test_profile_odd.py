@@ -58,6 +58,78 @@ def test_a_batch_without_a_shape(odd: Any) -> None:
     assert len(record.steps) == 3
 
 
+COMPILED = {
+    "a function that steps": "step = torch.compile(lambda: optimizer.step(), backend='eager')\n",
+    "the method": "step = optimizer.step = torch.compile(optimizer.step, backend='eager')\n",
+}
+
+
+@pytest.mark.parametrize("clears", ["before", "after", "never"])
+@pytest.mark.parametrize("how", COMPILED)
+def test_a_compiled_optimizer_steps(odd: Any, how: str, clears: str) -> None:
+    """Its hooks are compiled away; two passes a step, as gradients that are accumulated have, are one step."""
+    [record], said = odd(
+        COMPILED[how] + "for x in torch.utils.data.DataLoader(torch.ones(48, 8), 2):\n"
+        f"    {'optimizer.zero_grad()' if clears == 'before' else 'pass'}\n"
+        "    for part in x.chunk(2):\n        model(part).sum().backward()\n"
+        "    step()\n"
+        f"    {'optimizer.zero_grad()' if clears == 'after' else 'pass'}\n"
+    )
+    # The last step has nothing after it, unless gradients are cleared there; then the end does not count either.
+    assert len(record.steps) in (23, 24) and record.samples, said
+    for step in record.steps[1:]:
+        assert [span.phase for span in step.spans if span.phase in ("forward", "backward")] == [
+            "forward",
+            "backward",
+        ] * 2
+    assert "steps of SGD are compiled" in said
+
+
+CHANGES = {
+    "sam": "class Sam(torch.optim.Optimizer):\n"
+    "    def __init__(self, parameters):\n        super().__init__(parameters, {})\n"
+    "    def climb(self):\n"
+    "        with torch.no_grad():\n            [p.add_(0.1 * p.grad) for p in self.param_groups[0]['params']]\n"
+    "sam = Sam(model.parameters())\n"
+    "def iterate(x):\n"
+    "    half(model(x)).backward()\n    sam.climb()\n    optimizer.zero_grad()\n"
+    "    half(model(x)).backward()\n    optimizer.step()\n    optimizer.zero_grad()\n",
+    "lbfgs": "optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=2)\n"
+    "def again():\n    optimizer.zero_grad()\n    loss = half(model(x)).square()\n    loss.backward()\n    return loss\n"
+    "def iterate(x):\n    globals()['x'] = x\n    optimizer.step(again)\n",
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_what_changes_parameters_beside_a_compiled_function_is_no_step(odd: Any, how: str) -> None:
+    [record], said = odd(
+        "half = torch.compile(lambda y: y.sum() / 2, backend='eager')\nstep()\n"
+        + CHANGES[how]
+        + "for _ in range(20):\n    iterate(torch.ones(4, 8))\n"
+    )
+    assert "compiled" not in said
+    passes = [sum(span.phase == "backward" for span in step.spans) for step in record.steps[-3:]]
+    assert len(set(passes)) == 1 and passes[0] >= 2, passes
+
+
+def test_a_rank_that_ends_at_once_is_named(odd: Any) -> None:
+    """`os._exit` after some steps, within the first second: what there is counts."""
+    [record], said = odd("for _ in range(4):\n    step()\nos._exit(5)\n", code=5)
+    assert len(record.steps) == 4 and "os._exit" in said
+
+
+def test_a_rank_that_is_killed_after_its_first_step_is_named(odd: Any) -> None:
+    [record], said = odd(
+        "import signal\nstep()\n"
+        "path = os.path.join(os.environ['PENSTOCK_PROFILE'], 'rank-0.jsonl')\n"
+        "until = time.monotonic() + 20\n"
+        "while not (os.path.exists(path) and os.path.getsize(path)) and time.monotonic() < until:\n    step()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n",
+        code=128 + 9,
+    )
+    assert record.header.rank == 0 and "it was killed" in said
+
+
 def test_a_script_that_waits_for_all_its_children(odd: Any) -> None:
     """The process that reads counters is none of them."""
     [record], _ = odd(

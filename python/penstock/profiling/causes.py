@@ -126,7 +126,7 @@ def _waits(measures: Measures) -> Iterator[Cause]:
             numbers={"waited_ms": total / 1e6, "waited_for_the_worst_ms": late[worst] / 1e6},
         )
         return
-    yield _straggler(measures, _blamed(measures, worst), late[worst])
+    yield _straggler(measures, worst, late[worst])
 
 
 def _beyond_others(measures: Measures, rank: Rank) -> dict[str, float]:
@@ -148,23 +148,6 @@ def _needs_no_processor(measures: Measures, rank: Rank, excess_ns: float) -> boo
         return False
     used_ns = rank.training_cpu_ns - measures.median(each.training_cpu_ns for each in others)
     return used_ns + _queued_beyond(measures, rank) < OF_EXCESS * excess_ns
-
-
-def _blamed(measures: Measures, number: int) -> int:
-    """Who the wait is for: this rank, unless it stands still in its longer backward passes. In a step without a sample a pass
-    that waits for another rank counts as computing (docs/design/profile-division.md); then it is who spends most outside of
-    passes."""
-    rank = next(each for each in measures.ranks if each.number == number)
-    excess_ns = _beyond_others(measures, rank).get("backward", 0.0)
-    if excess_ns <= 0 or not _needs_no_processor(measures, rank, excess_ns):
-        return number
-    outside = {
-        other.number: sum(ns for phase, ns in _beyond_others(measures, other).items() if phase in OUTSIDE and ns > 0)
-        for other in measures.ranks
-        if other is not rank
-    }
-    most = max(outside, key=lambda other: outside[other])
-    return most if outside[most] >= MOSTLY * excess_ns else number
 
 
 def _straggler(measures: Measures, number: int, waited_ns: float) -> Cause:
@@ -581,10 +564,9 @@ LEAST_SHARE = 0.03
 """Of the step: what explains less is in the noise of a run, whose steps differ by some percent."""
 MOSTLY = 0.5
 QUEUED_OF_EXCESS = 0.4
+"""A rank that lost its processor is late by about as long as it queued; some of that is not on its critical path."""
 OF_EXCESS = 0.3
 """A guess: a rank that computes for longer needs a processor for most of that."""
-OUTSIDE = ("evaluation", "checkpoint", "loading", "other")
-"""A rank that lost its processor is late by about as long as it queued; some of that is not on its critical path."""
 QUEUED_OF_WIRE = 0.3
 FOREIGN = 0.1
 """Of a link's limit: headers, acknowledgements and connections that were not seen are some percent."""

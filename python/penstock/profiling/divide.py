@@ -13,6 +13,7 @@ from penstock.numbers import plural
 from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Breakdown, Moving, Share
 from penstock.profiling.clocks import WALL_AGREES_NS, Clock, clocks
 from penstock.profiling.intervals import Piece, clipped, overlaps, union, without
+from penstock.profiling.lateness import Beginnings, Key
 from penstock.profiling.matching import by_rank, meetings
 from penstock.profiling.phases import marked_waits, phases
 from penstock.profiling.record import Record, Sample, Step
@@ -41,8 +42,9 @@ def divide(records: Sequence[Record]) -> Breakdown:
     judged = turns(ranks, met, clock_of)
     problems += said + _about_ranks(ranks)
     shares = []
+    beginnings = Beginnings(ranks, clock_of)
     for record in ranks:
-        share = _share(record, judged, problems)
+        share = _share(record, judged, beginnings, problems)
         if share is not None:
             shares.append(share)
     problems += _about_operations(ranks, judged) + _about_clocks(clock_of, shares)
@@ -120,8 +122,10 @@ class _Sums:
     """Of that, when the thread stood still for communication without a mark."""
     waits: dict[tuple[str, str], float] = field(default_factory=dict)
     """Marked waits by operation and group, in all steps."""
-    exposed: dict[tuple[str, str] | None, dict[Kind, float]] = field(default_factory=dict)
+    exposed: dict[Key, dict[Kind, float]] = field(default_factory=dict)
     """What they were in sampled steps; without a key, what `unmarked` was."""
+    late: dict[Kind, float] = field(default_factory=dict)
+    """In steps without a sample: waits for a rank that came later than ever in a sampled one. In no other sum."""
     hidden: dict[Kind, float] = field(default_factory=dict)
     bytes: dict[str, float] = field(default_factory=dict)
     operations: dict[str, float] = field(default_factory=dict)
@@ -129,7 +133,7 @@ class _Sums:
     """How long operations went on after the end of their step."""
 
 
-def _share(record: Record, judged: Turns, problems: list[str]) -> Share | None:
+def _share(record: Record, judged: Turns, beginnings: Beginnings, problems: list[str]) -> Share | None:
     rank = record.header.rank
     steps = _counted(record, problems)
     if not steps:
@@ -140,12 +144,15 @@ def _share(record: Record, judged: Turns, problems: list[str]) -> Share | None:
     sums = _Sums()
     sampled = 0
     previous: list[Course] = []
+    lengths: list[tuple[Step, dict[Key, float]]] = []
     for step in steps:
         sample = samples.get(step.number)
         timeline, waits = phases(step), marked_waits(step)
         worked = _by_value(without(timeline, waits))
+        waited = _by_value(waits)
         _add(sums.marked, worked)
-        _add(sums.waits, _by_value(waits))
+        _add(sums.waits, waited)
+        lengths.append((step, {None: worked.get("backward", 0.0), **dict[Key, float](waited.items())}))
         if sample is not None:
             sampled += 1
             own = courses.get(step.number, [])
@@ -156,6 +163,7 @@ def _share(record: Record, judged: Turns, problems: list[str]) -> Share | None:
                 _add(sums.bytes, {course.purpose: course.operation.bytes})
                 _add(sums.operations, {course.purpose: 1})
             previous = own
+    _take_late(sums, rank, lengths, samples, beginnings)
     if sampled == 0:
         problems.append(
             f"rank {rank} has no sampled step after its first {_warm_up(record)}: its communication is not told apart, exposed "
@@ -172,6 +180,56 @@ def _share(record: Record, judged: Turns, problems: list[str]) -> Share | None:
             f"samples of rank {rank} lack {dropped} operations that were too many: its communication is more than shown"
         )
     return _mean(rank, steps, sampled, sums)
+
+
+def _take_late(
+    sums: _Sums,
+    rank: int,
+    lengths: list[tuple[Step, dict[Key, float]]],
+    samples: Mapping[int, Sample],
+    beginnings: Beginnings,
+) -> None:
+    """Move to `_Sums.late` what another rank's lateness explains in steps without a sample.
+
+    That is no more than what a backward pass or a wait lasts beyond the longest of a sampled step. Of a backward pass it is no
+    more than what the thread had no processor for outside of marked waits, and nothing where autograd works in another thread.
+    """
+    longest: dict[Key, float] = {}
+    for step, by_key in lengths:
+        if step.number in samples:
+            for key, ns in by_key.items():
+                longest[key] = max(longest.get(key, 0.0), ns)
+    if any(sample.device is not None or not sample.busy for sample in samples.values()):
+        longest.pop(None, None)
+    for step, by_key in lengths:
+        if step.number in samples:
+            continue
+        for key, ns in by_key.items():
+            beyond = ns - longest.get(key, ns)
+            if key is None:
+                unused_ns = step.end_ns - step.start_ns - sum(by_key.values()) + ns - step.thread_ns
+                beyond = min(beyond, unused_ns if step.thread_ns else 0)
+            if beyond < GAP_NS:
+                continue
+            late_ns, last = beginnings.lateness(rank, step.number, key)
+            late_ns = min(late_ns, beyond)
+            if last is None or late_ns < GAP_NS:
+                continue
+            if key is None:
+                sums.marked["backward"] -= late_ns
+            else:
+                sums.waits[key] -= late_ns
+            kind: Kind = (_purpose(sums, key), "wait", last)
+            _add(sums.late, {kind: late_ns})
+
+
+def _purpose(sums: _Sums, key: Key) -> str:
+    """What a wait is mostly for: as in sampled steps, else what moves most bytes there."""
+    by_purpose: dict[str, float] = {}
+    for (purpose, _, _), ns in sums.exposed.get(key, {}).items():
+        _add(by_purpose, {purpose: ns})
+    choices = by_purpose or sums.bytes
+    return max(choices, key=lambda purpose: choices[purpose], default=OTHER)
 
 
 def _look(
@@ -245,8 +303,8 @@ def _mean(rank: int, steps: list[Step], sampled: int, sums: _Sums) -> Share:
         still += unmarked
         if marked - unmarked > 0:
             work[phase] = (marked - unmarked) / count
-    exposed: dict[Kind, float] = {}
-    amounts: list[tuple[tuple[str, str] | None, float]] = [*sums.waits.items(), (None, still)]
+    exposed: dict[Kind, float] = {kind: late / count for kind, late in sums.late.items()}
+    amounts: list[tuple[Key, float]] = [*sums.waits.items(), (None, still)]
     for key, amount in amounts:
         if not amount:
             continue

@@ -212,7 +212,7 @@ def _nothing(has_python: bool, has_torch: bool) -> str:
         return "nothing was recorded: no Python process of the command imported torch"
     return (
         "nothing was recorded: the command imported torch, but called no module, ran no backward pass and joined no process "
-        "group, or it was killed: within its first second, or before its end if it trained nothing"
+        "group, or it was killed before its first step, or before its end if it trained nothing"
     )
 
 

@@ -28,6 +28,7 @@ import torch
 from penstock.tools.profile.recorder import changes, collectives, profiler
 from penstock.tools.profile.recorder.errors import is_of_script
 from penstock.tools.profile.recorder.identity import Identity
+from penstock.tools.profile.recorder.optimizers import Unseen
 from penstock.tools.profile.recorder.recording import MAYBE, PROFILED, Recording
 
 __all__ = ["install"]
@@ -49,6 +50,7 @@ class _State:
 
 
 _state = _State()
+_unseen = Unseen()
 _beginning = threading.Lock()
 _is_compiling = torch.compiler.is_compiling
 _thread = threading.get_ident
@@ -71,6 +73,7 @@ def install(folder: str) -> None:
 
 def _patch() -> None:
     os.register_at_fork(before=_forks, after_in_parent=_forked, after_in_child=_born)
+    _patch_exit()
     _modules.patch()
     _patch_backward()
     _patch_optimizers()
@@ -225,6 +228,19 @@ def _end() -> None:
         recording.end()
 
 
+def _patch_exit() -> None:
+    original = os._exit
+
+    @functools.wraps(original)
+    def exit_at_once(status: int) -> Any:
+        if _state.recording is not None:
+            with contextlib.suppress(Exception):
+                _state.recording.breaks_off()
+        original(status)
+
+    os._exit = exit_at_once
+
+
 def _running_sample() -> Iterator[Callable[[], None]]:
     recording = _active()
     if recording is not None and recording.sampling.is_running:
@@ -287,6 +303,8 @@ def _penstock_profile_call(module: Any, args: Any, kwargs: Any) -> Any:
     # What runs within a backward pass is computed again for it (torch.utils.checkpoint).
     if recording is None or recording.is_in_pass():
         return original(module, *args, **kwargs)
+    if _unseen.is_possible:
+        _look_for_steps(recording)
     has_gradients = torch.is_grad_enabled()
     is_forward = has_gradients and module.training
     if is_forward:
@@ -326,6 +344,7 @@ def _patch_backward() -> None:
             return original(*args, **kwargs)
         finally:
             recording.backward_ends()
+            _unseen.pass_ends()
 
     graph._engine_run_backward = run_backward
     torch.autograd._engine_run_backward = run_backward
@@ -342,12 +361,49 @@ def _patch_optimizers() -> None:
     def after(one: Any, args: Any, kwargs: Any) -> None:
         recording = None if _is_compiling() else _state.recording
         if recording is not None:
+            _unseen.seen(one)
             recording.optimizer_ends(one, sys._getframe(1))
 
+    build, clear = optimizer.Optimizer.__init__, optimizer.Optimizer.zero_grad
+
+    @functools.wraps(build)
+    def built(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        _unseen.built(self)
+
+    @functools.wraps(clear)
+    def cleared(self: Any, *args: Any, **kwargs: Any) -> None:
+        recording = None if _is_compiling() else _active()
+        if recording is not None and _unseen.is_possible:
+            _look_for_steps(recording)
+        clear(self, *args, **kwargs)
+
+    compile_ = torch.compile
+
+    @functools.wraps(compile_)
+    def compiled(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if model is not None and not isinstance(getattr(model, "__self__", model), torch.nn.Module):
+            _unseen.is_possible = True
+        return compile_(model, *args, **kwargs)
+
+    torch.compile = compiled
+    optimizer.Optimizer.__init__ = built  # type: ignore[method-assign]
+    optimizer.Optimizer.zero_grad = cleared  # type: ignore[method-assign]
     # They change nothing, so a GradientReducer need not have all gradients before them (training/deferral.py).
     before.only_counts = after.only_counts = True  # type: ignore[attr-defined]
     optimizer.register_optimizer_step_pre_hook(before)
     optimizer.register_optimizer_step_post_hook(after)
+
+
+def _look_for_steps(recording: Recording) -> None:
+    """What follows a backward pass begins."""
+    if recording.phase != "backward" or recording.marks.is_in("optimizer"):  # that is a closure's
+        return
+    for one in _unseen.stepped():
+        recording.leaves_out(
+            f"the steps of {type(one).__name__} are compiled: nothing tells when they begin, and their time counts as other"
+        )
+        recording.stepped(one)
 
 
 def _patch_functions() -> None:
@@ -406,6 +462,8 @@ def _patch_loader() -> None:
             recording = _begin()
             if recording is None or recording.marks.is_in("loading"):
                 return original(self)
+            if _unseen.is_possible:
+                _look_for_steps(recording)
             with recording.span("loading"):
                 found = original(self)
             with contextlib.suppress(Exception):  # a batch may be of any type, such as one that lacks a shape

@@ -1,11 +1,14 @@
-"""Which optimizers step at present. No torch, no clock."""
+"""Which optimizers step at present, and which have stepped unseen. No torch, no clock."""
 
 from __future__ import annotations
 
 import threading
 import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
 
-__all__ = ["Optimizers", "is_within"]
+__all__ = ["Optimizers", "Unseen", "is_within"]
 
 
 class Optimizers:
@@ -56,6 +59,74 @@ class Optimizers:
     def moved(self) -> None:
         """The training goes on in another thread."""
         self._thread.clear()
+
+
+class Unseen:
+    """Steps whose calls nobody sees: Dynamo compiles an optimizer's hooks away. The version of its first parameter with a
+    gradient tells, which each change in place counts up.
+
+    Others change parameters, too, such as SAM between its two passes. So this looks only once something was compiled that may
+    step, and at optimizers that share no parameter with one whose steps were seen.
+    """
+
+    def __init__(self) -> None:
+        self.is_possible = False
+        """Whether something but a module was compiled."""
+        self._built: dict[int, weakref.ref[Any]] = {}
+        self._seen: set[int] = set()
+        self._before: list[tuple[weakref.ref[Any], weakref.ref[Any], int]] = []
+        """Optimizers, the parameter of each, and its version at the end of the last backward pass."""
+
+    def built(self, optimizer: Any) -> None:
+        """There is one more."""
+        key = id(optimizer)
+
+        def gone(_: Any) -> None:
+            self._built.pop(key, None)
+            self._seen.discard(key)
+
+        self._built[key] = weakref.ref(optimizer, gone)
+        for other in [self._built[seen]() for seen in self._seen]:
+            if other is not None:
+                self._leave_out_like(other)
+
+    def seen(self, optimizer: Any) -> None:
+        """Its step was."""
+        if self.is_possible and id(optimizer) not in self._seen:
+            self._leave_out_like(optimizer)
+
+    def _leave_out_like(self, optimizer: Any) -> None:
+        own = {id(parameter) for parameter in _parameters(optimizer)}
+        for key, reference in list(self._built.items()):
+            other = reference()
+            if other is not None and any(id(parameter) in own for parameter in _parameters(other)):
+                self._seen.add(key)
+
+    def pass_ends(self) -> None:
+        self._before = []
+        if not self.is_possible:
+            return
+        for key, reference in list(self._built.items()):
+            optimizer = None if key in self._seen else reference()
+            for parameter in () if optimizer is None else _parameters(optimizer):
+                if parameter.grad is not None:
+                    self._before.append((reference, weakref.ref(parameter), parameter._version))
+                    break
+
+    def stepped(self) -> list[Any]:
+        """The optimizers that have, since the end of the last backward pass."""
+        found = []
+        for reference, parameter, version in self._before:
+            optimizer, now = reference(), parameter()
+            if optimizer is not None and now is not None and now._version != version:
+                found.append(optimizer)
+        self._before = []
+        return found
+
+
+def _parameters(optimizer: Any) -> Iterator[Any]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def is_within(frame: types.FrameType | None, outer: types.FrameType) -> bool:

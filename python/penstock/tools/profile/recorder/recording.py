@@ -43,6 +43,8 @@ _OPTIMIZERS = (
     "makes a new one each round, none of them steps 16 times. Make it once, and keep it"
 )
 
+_EXIT_PATIENCE_S = 0.5
+
 _MOST_EVENTS = 100
 """Of a kind. A script may fork for each epoch and save for each step."""
 
@@ -169,6 +171,8 @@ class Recording:
             if marks.is_due(now_ns):
                 self._settle(now_ns)
             self.sampling.passed(duration_ns)
+        if number == 0:
+            self.writer.hurry()
         if number == 0 and self.identity.world > 1:
             # Within the steps that count as warm-up. It is not known where there is no memory left for it, or where a mode of
             # torch's does not let it be.
@@ -208,6 +212,13 @@ class Recording:
         if not self.is_rank and self._has_child():
             self.writer.drop()
         self.writer.close()
+
+    def breaks_off(self) -> None:
+        """The process ends without its end (``os._exit``): what there is so far is written, if no disk hangs."""
+        if self.thread == threading.get_ident() and self.marks.has_ended:
+            self._settle(time.monotonic_ns())
+        self.writer.hurry()
+        self.writer.close(_EXIT_PATIENCE_S)
 
     def failed(self, error: BaseException) -> None:
         """The script does, or the function of it that this process runs."""

@@ -55,6 +55,7 @@ class Writer:
         self._where = Path()
         self._length = 0
         self.is_broken = False
+        self._is_hurried = False
         self._wake = threading.Event()
         self._lock = threading.Lock()
         self._is_over = False
@@ -74,11 +75,16 @@ class Writer:
         self.is_broken = True
         self._waiting.clear()
 
-    def close(self) -> None:
+    def hurry(self) -> None:
+        """Write now, the header at least: a rank that is killed in its first second has a record, too."""
+        self._is_hurried = True
+        self._wake.set()
+
+    def close(self, patience_s: float = _PATIENCE_S) -> None:
         """Write what is left. May be called again."""
         self._is_over = True
         self._wake.set()
-        self._thread.join(_PATIENCE_S)
+        self._thread.join(patience_s)
         if self._thread.is_alive():
             return  # the disk hangs, and the process need not
         with self._lock:
@@ -92,6 +98,7 @@ class Writer:
     def _run(self) -> None:
         while not self._is_over:
             self._wake.wait(_EVERY_S)
+            self._wake.clear()
             with contextlib.suppress(Exception):
                 self._beat()
             with self._lock:
@@ -99,11 +106,12 @@ class Writer:
 
     def _write(self) -> None:
         """Lines are whole or not there: one that finds no room is cut off again."""
-        if self.is_broken or not self._waiting:
+        if self.is_broken or not (self._waiting or self._is_hurried):
             return
         header = self._header()
         if header is None:
             return
+        self._is_hurried = False
         try:
             self._open(header)
             while self._waiting:
