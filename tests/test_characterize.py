@@ -540,6 +540,30 @@ def test_a_run_that_fails_leaves_the_others(tmp_path: Path) -> None:
     assert "1 of 1: gpt2-tiny-data-2-4-tcp" in again.stderr
 
 
+@pytest.mark.parametrize("change", ["steps: 40", "seed: 9"])
+def test_runs_of_another_length_or_seed_are_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """They would be in one mean. Runs that do not say what they are of, as old ones, are taken."""
+    text = "{models: gpt2-tiny, batches: 4, transports: gloo, repeats: 1, %s}"
+    ran = []
+
+    def run(cell: Cell, repeat: int, *, steps: int, seed: int, **_: object) -> Outcome:
+        ran.append((steps, seed))
+        return replace(outcome(cell, repeat), steps=steps, seed=seed)
+
+    monkeypatch.setattr(running, "run", run)
+    path = written(tmp_path, text % "steps: 30")
+    for _ in range(2):
+        assert CliRunner().invoke(cli.command, [str(path)]).exit_code == 0 and ran == [(30, 1)]
+    told = CliRunner().invoke(cli.command, [str(written(tmp_path, text % change))])
+    assert told.exit_code == 1 and ran == [(30, 1)], told.output
+    assert "are of 30 steps with seed 1: name another --output" in told.output
+    [one] = results.read(tmp_path / "matrix.runs")
+    results.write(tmp_path / "matrix.runs", replace(one, steps=0))
+    assert CliRunner().invoke(cli.command, [str(path)]).exit_code == 0 and ran == [(30, 1)]
+
+
 def test_a_search_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two models the first one's search fails for another reason than memory: the other's is made, and its batch is run."""
     path = written(tmp_path, "{models: [gpt2-tiny, bert-tiny], batches: 4, transports: gloo, repeats: 1}")

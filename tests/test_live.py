@@ -866,9 +866,16 @@ def test_top_and_events_of_another_kind(text: str) -> None:
         sent(text)
 
 
-def sent(text: str) -> list[dict[str, Any]]:
+def test_top_and_lines_without_an_event() -> None:
+    """Comments keep a connection alive; a server that sends nothing else is no job."""
+    assert sent("\n".join(["", *[": still here"] * 900, f"data: {json.dumps(SHOWN)}"]), before=":")
+    with pytest.raises(click.ClickException, match="shows no job: it sends lines without end"):
+        sent("\n".join([":"] * 2000), before=":")
+
+
+def sent(text: str, before: str = "data:") -> list[dict[str, Any]]:
     """What `penstock top` makes of an event."""
-    body = b"data: " + text.encode("latin-1") + b"\n\n"
+    body = f"{before} {text}\n\n".encode("latin-1")
     server = Server("127.0.0.1", 0, TOKEN, {"/events": lambda: Answer("text/event-stream", body)}, events="/other")
     server.start()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -121,10 +122,47 @@ def test_a_change_of_the_backend(changed: Any, call: str, want: str) -> None:
     assert said == [f'["{want}", "penstock"]'] * 2 and not left
 
 
-def test_a_script_that_names_no_backend_keeps_torchs(changed: Any) -> None:
-    """And that nothing was changed is known."""
-    said, left = changed("dist.init_process_group()\nx = torch.ones(1)\ndist.all_reduce(x)\nsay(x.item())\n", BACKEND)
-    assert said == ["2.0"] * 2 and left == ["backend"]
+@pytest.mark.parametrize(
+    ("call", "want"),
+    [
+        ("dist.init_process_group()", "penstock"),
+        ("dist.init_process_group('cpu:gloo')", "penstock"),
+        ("dist.init_process_group('cpu:fake')", "fake"),
+    ],
+)
+def test_a_change_of_what_torch_chooses_for_the_cpu(changed: Any, call: str, want: str) -> None:
+    """Where no backend is named, or one for each kind of device; another one than gloo stays, and that is known."""
+    said, left = changed(
+        "from torch.testing._internal.distributed import fake_pg\n"
+        f"{call}\ng = dist.new_group([0, 1])\n"
+        "of = lambda group: group._get_backend(torch.device('cpu')).name()\nsay([of(dist.group.WORLD), of(g)])\n",
+        BACKEND,
+    )
+    assert said == [f'["{want}", "{want}"]'] * 2 and left == (["backend"] if want == "fake" else [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "want", "is_made"),
+    [
+        (BUCKETS, "", [4 << 20, False], True),
+        ({"bucket_cap_mb": 25}, "bucket_bytes=1 << 20", [25 << 20, False], True),
+        (HOOK, "", [4 << 20, True], True),
+        (HOOK, "wire=torch.float16", [4 << 20, True], False),
+    ],
+)
+def test_a_change_of_a_gradient_reducer(
+    changed: Any, settings: Mapping[str, str | int], arguments: str, want: list[Any], is_made: bool
+) -> None:
+    """Sizes of buckets, and float16, which rounds 1 + 2^-15 to 1. What the script says of float16 holds."""
+    said, left = changed(
+        "dist.init_process_group('penstock')\n"
+        "from penstock.torch import GradientReducer\n"
+        f"m = nn.Linear(4, 4)\nr = GradientReducer(m, {arguments})\n"
+        "m(torch.full((1, 4), 1 + 2.0**-15)).sum().backward()\n"
+        "say([r._setting.bucket_bytes, m.weight.grad[0, 0].item() == 1.0])\nr.close()\n",
+        settings,
+    )
+    assert [json.loads(each) for each in said] == [want] * 2 and left == ([] if is_made else list(settings))
 
 
 def test_ranks_of_other_hosts_are_not_changed_apart(tmp_path: pathlib.Path) -> None:

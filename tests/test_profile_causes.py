@@ -10,12 +10,12 @@ import re
 
 import pytest
 
-import planted_faults
 import planted_records
 from penstock.profiling import causes, measures
 from penstock.profiling.breakdown import Breakdown, Moving, Share
 from penstock.profiling.causes import Cause
 from penstock.runtime import config
+from penstock.tools.bench import planted
 
 SEEDS = 200
 
@@ -311,15 +311,16 @@ ODD_NAMES = [
     [
         # Beside other tests what processors do is another fault, and hides some: not this one.
         pytest.param(fault, marks=[] if fault == "one-flow cap" else [pytest.mark.release])
-        for fault in planted_faults.FAULTS
+        for fault in planted.FAULTS
     ],
 )
 def test_a_planted_fault_is_found_in_a_real_training(tmp_path: pathlib.Path, fault: str) -> None:
     """`penstock profile` of a training on emulated hosts with one thing wrong names that first."""
-    plan = planted_faults.drawn(fault, 1)
-    found = planted_faults.profiled(plan, tmp_path / "profile")
+    plan = planted.drawn(fault, 1)
+    (tmp_path / "profile").mkdir()
+    found = planted.profiled(plan, tmp_path / "profile")
     shown = "\n".join(f"{each.kind}: {each.text}" for each in found.causes)
-    assert planted_faults.is_found(plan, found), f"{plan}\n{found.hosts}\n{shown}"
+    assert planted.is_found(plan, found), f"{plan}\n{found.hosts}\n{shown}"
 
 
 def first(job: planted_records.Job) -> Cause:

@@ -39,6 +39,25 @@ def test_the_tightest_limit_counts_and_its_source_is_named() -> None:
     assert host.limit("eth1", "tx") is None
 
 
+def test_what_somebody_knows_of_the_links_is_a_limit_as_others() -> None:
+    """Of each interface, of names with dots as well, and only where it is the tightest."""
+    for name, speed, want in [
+        ("eth0", None, utilisation.Limit(300, "given")),
+        ("eth0.100", 500, utilisation.Limit(300, "given")),
+        ("eth0", 200, utilisation.Limit(200, "speed")),
+    ]:
+        record = Record(Header(0, 1, "b", 1, 0, 0, {"counters": True}))
+        for number in range(4):
+            values = {f"nic.{name}.tx_bytes": 10.0 * number, f"nic.{name}.rx_bytes": 10.0 * number}
+            if number == 0 and speed is not None:  # is read once
+                values[f"nic.{name}.speed_bytes_per_s"] = speed
+            record.readings.append(Readings(number * SECOND, values))
+        of_rank = Record(Header(0, 1, "b", 1, 0, 0))
+        same, host = utilisation.with_links([of_rank, record], 300)
+        assert same is of_rank and Host(host).limit(name, "tx") == Host(host).limit(name, "rx") == want
+        assert Host(record).limit(name, "tx") != utilisation.Limit(300, "given")
+
+
 def test_series_are_on_the_first_host_s_clock_and_have_shares() -> None:
     """Names of interfaces may have dots; only what grows is a rate; the loopback is no link."""
     values = {"nic.eth0.100.tx_bytes": 0.0, "nic.lo.tx_bytes": 0.0, "pid.7.cpu_s": 0.0, "memory.available_bytes": 5.0}

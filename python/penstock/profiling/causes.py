@@ -541,7 +541,7 @@ def _numbers(link: Link) -> dict[str, float]:
 def _limit(link: Link) -> str:
     if link.limit is None:
         return "an unknown limit"
-    what = {"speed": "its", "shaper": "its shaper's"}.get(link.limit.source, "the highest seen,")
+    what = {"speed": "its", "shaper": "its shaper's", "given": "the given"}.get(link.limit.source, "the highest seen,")
     return f"{what} {_mbit(link.limit.bytes_per_s)}"
 
 

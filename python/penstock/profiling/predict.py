@@ -103,7 +103,7 @@ class _Told:
     conversions: tuple[float, float]
     """To float16 and back, in ns a byte of gradient."""
     has_ddp: bool
-    """Whether a DistributedDataParallel may be there, to which `recorder/changes.py` gives buckets and hooks."""
+    """Whether a DistributedDataParallel or a GradientReducer may be there, which `recorder/changes.py` can change."""
     made: list[Prediction] = field(default_factory=list)
 
     @property

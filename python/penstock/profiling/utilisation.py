@@ -7,10 +7,10 @@ import itertools
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.profiling.breakdown import Breakdown
-from penstock.profiling.record import Interval, Record
+from penstock.profiling.record import Interval, Readings, Record
 
 __all__ = [
     "Counter",
@@ -24,6 +24,7 @@ __all__ = [
     "only_grows",
     "series",
     "steady",
+    "with_links",
 ]
 
 
@@ -56,8 +57,8 @@ class Limit:
 
     bytes_per_s: float
     source: str
-    """``speed``: what the hardware says; ``shaper``: the host's own queue sends no faster; ``highest``: the most that was seen,
-    which may be far from what is possible."""
+    """``speed``: what the hardware says; ``shaper``: the host's own queue sends no faster; ``given``: somebody knew
+    (`with_links`); ``highest``: the most that was seen, which may be far from what is possible."""
 
     @property
     def is_known(self) -> bool:
@@ -103,7 +104,7 @@ class Host:
     def limit(self, interface: str, direction: str) -> Limit | None:
         """Of ``tx`` or ``rx`` of an interface. A shaper limits what is sent; what is received is taken to be limited alike, since
         who shapes one direction has rented that much in both."""
-        names = (("speed", "speed_bytes_per_s"), ("shaper", "shaped_bytes_per_s"))
+        names = (("speed", "speed_bytes_per_s"), ("shaper", "shaped_bytes_per_s"), ("given", "given_bytes_per_s"))
         given = [(self.last.get(f"nic.{interface}.{name}", 0.0), source) for source, name in names]
         if known := [each for each in given if each[0] > 0]:
             return Limit(*min(known))
@@ -138,6 +139,21 @@ class Series:
         if self.limit is None or not self.limit.is_known or not self.points:
             return None
         return max(rate for _, rate in self.points) / self.limit.bytes_per_s
+
+
+def with_links(records: Sequence[Record], bytes_per_s: float) -> list[Record]:
+    """The records, in which each interface of a host carries at most so much in each direction."""
+    found = []
+    for record in records:
+        if record.is_of_host and record.readings:
+            names = {name for reading in record.readings for name in reading.values if _parts(name)[0] == "nic"}
+            given = dict.fromkeys(
+                (f"{name.rpartition('.')[0]}.given_bytes_per_s" for name in sorted(names)), bytes_per_s
+            )
+            last_ns = record.readings[-1].time_ns
+            record = replace(record, readings=[*record.readings, Readings(last_ns, given)])
+        found.append(record)
+    return found
 
 
 def series(records: Iterable[Record], breakdown: Breakdown) -> list[Series]:

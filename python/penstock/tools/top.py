@@ -77,6 +77,7 @@ def events(url: str) -> Iterator[dict[str, Any]]:
         raise click.ClickException(f"what answers at {shown} shows no job: {harmless(said)}")
     with contextlib.closing(connection):
         event: dict[str, Any] = {"state": ""}
+        empty = 0
         while event["state"] != "ended":
             try:
                 line = answer.readline(_MOST_BYTES)
@@ -84,7 +85,13 @@ def events(url: str) -> Iterator[dict[str, Any]]:
                 line = b""
             if not line:
                 raise click.ClickException(f"the job at {shown} is gone: its rank 0 has ended without a word")
+            empty += 1
+            if empty > _MOST_EMPTY:
+                raise click.ClickException(
+                    f"what answers at {shown} shows no job: it sends lines without end and no event"
+                )
             if line.startswith(b"data: "):
+                empty = 0
                 try:
                     event = _checked(json.loads(line[6:]))
                 except (KeyError, TypeError, ValueError, RecursionError):
@@ -195,4 +202,6 @@ def _place(url: str) -> str:
 _BARS = "▁▂▃▄▅▆▇█"
 # Seconds without an event after which the job counts as gone: longer than the longest pause between two.
 _PATIENCE_S = 20.0
+_MOST_EMPTY = 1000
+"""Lines without an event. A job sends one."""
 _MOST_BYTES = 4 << 20

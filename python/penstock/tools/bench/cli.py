@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 
 from penstock.tools.bench import (
+    breakdown,
+    causes,
     endpoints,
     figures,
     pauses,
@@ -55,5 +57,7 @@ for _name, _subject in {
     "plan": planner,
     "predictions": predictions,
     "recording": recording,
+    "breakdown": breakdown,
+    "causes": causes,
 }.items():
     command.add_command(_subject.command, _name)

@@ -160,7 +160,13 @@ def _run(path: Path, folder: Path, memory: int | None, timeout_s: float) -> list
     if not given.cells:
         raise click.ClickException(f"{path} has no cell that can run")
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {(outcome.cell, outcome.repeat) for outcome in results.read(folder)}
+    ended = results.read(folder)
+    for one in ended:
+        if one.steps and (one.steps, one.seed) != (given.steps, given.seed):
+            there = f"{plural(one.steps, 'step')} with seed {one.seed}"
+            text = f"{path} wants {plural(given.steps, 'step')} with seed {given.seed}, and runs in {folder} are of {there}"
+            raise click.ClickException(f"{text}: name another --output")
+    kept = {(outcome.cell, outcome.repeat) for outcome in ended}
     wanted = [(cell, repeat) for repeat in range(given.repeats) for cell in given.cells]
     failed: list[Failed] = []
     if memory is not None:

@@ -50,6 +50,10 @@ class Outcome:
     """That all ranks together had; 0: not known."""
     machine: str = ""
     """The processor's name."""
+    steps: int = 0
+    """0: not known."""
+    seed: int = 0
+    """Of the matrix."""
 
     @property
     def communication_ms(self) -> float:
@@ -237,7 +241,7 @@ _OUTCOME: dict[str, Callable[[Any], Any]] = {
     "bytes": lambda value: checked.number(value, most=1e18),
     **dict.fromkeys(("receive_mbit", "receive_peak_mbit", "sent_mbit"), checked.number),
     "problems": checked.texts,
-    "processors": checked.count,
+    **dict.fromkeys(("processors", "steps", "seed"), checked.count),
     "machine": checked.text,
 }
 _T = (

@@ -87,7 +87,7 @@ def run(cell: Cell, repeat: int, *, steps: int, seed: int, folder: Path, timeout
     finally:
         table.unlink(missing_ok=True)
     cpu = machine.describe()["hardware"]["cpu"]
-    return replace(outcome, processors=cpu["usable"], machine=cpu["model"])
+    return replace(outcome, processors=cpu["usable"], machine=cpu["model"], steps=steps, seed=seed)
 
 
 def fits(cell: Cell, memory: int, *, seed: int, timeout_s: float) -> bool:

@@ -27,6 +27,11 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="Folder of the records.")
 @click.option("--read", "read", type=click.Path(exists=True, path_type=Path), help="Run nothing: what a file tells.")
 @click.option("--pipeline-stages", type=click.IntRange(1), help="Of a log of Megatron-LM that does not say.")
+@click.option(
+    "--link-mbit",
+    type=click.FloatRange(0, min_open=True),
+    help="What the network card of a host carries each way, in Mbit/s, if its system does not say or says more.",
+)
 @click.option("--html", type=_FILE, help="Write a report.")
 @click.option("--perfetto", type=_FILE, help="Write a trace for ui.perfetto.dev.")
 @click.option(
@@ -43,6 +48,7 @@ def command(
     output: Path | None,
     read: Path | None,
     pipeline_stages: int | None,
+    link_mbit: float | None,
     html: Path | None,
     perfetto: Path | None,
     kineto: Path | None,
@@ -75,7 +81,7 @@ def command(
             from penstock.profiling.readers import load
 
             try:
-                _tell(load(read, pipeline_stages=pipeline_stages), wanted)
+                _tell(load(read, pipeline_stages=pipeline_stages), wanted, link_mbit)
             except OSError as error:
                 raise click.ClickException(harmless(str(error))) from error
             return
@@ -96,7 +102,7 @@ def command(
     try:
         records = _load(folder)
         said = run.complaints(folder, records)
-        advice = _tell(records, wanted) if records else None
+        advice = _tell(records, wanted, link_mbit) if records else None
         for text in said:
             _say(text)
         if records:
@@ -189,15 +195,20 @@ def _load(folder: Path) -> list[Record]:
     return records
 
 
-def _tell(found: Sequence[Record] | Breakdown, wanted: dict[str, Path | None]) -> Advice | None:
+def _tell(
+    found: Sequence[Record] | Breakdown, wanted: dict[str, Path | None], link_mbit: float | None
+) -> Advice | None:
     from penstock.profiling import writers
     from penstock.profiling.advice import advise
     from penstock.profiling.breakdown import Breakdown
     from penstock.profiling.divide import divide
+    from penstock.profiling.utilisation import with_links
     from penstock.tools.profile.report import page
     from penstock.tools.profile.shown import table
 
     records: list[Record] = [] if isinstance(found, Breakdown) else list(found)
+    if link_mbit is not None:
+        records = with_links(records, link_mbit * 1e6 / 8)
     breakdown = found if isinstance(found, Breakdown) else divide(records)
     advice = advise(records, breakdown) if records else None
     click.echo(table(breakdown, advice), nl=False)

@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import os
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,56 @@ import torch
 from penstock.tools.profile.recorder.collectives import rebind
 from penstock.tools.profile.run import CHANGE
 
-__all__ = ["make"]
+__all__ = ["has_gradient_reducer", "make", "make_in_reducers"]
+
+_reducers: list[type] = []
+"""GradientReducer, once for each that was built."""
+
+
+def has_gradient_reducer() -> bool:
+    """Whether the script has built one: as DDP it has buckets, and sends in another dtype if asked to."""
+    return bool(_reducers)
 
 
 def make() -> None:
     """Make the changes that the variable names, where the script lets them: what it would have no place for, or has decided
     itself, stays as it is. Each that was made leaves ``.profile-made-NAME`` in the folder. Called once torch is imported."""
-    text = os.environ.get(CHANGE)
-    if not text or not torch.distributed.is_available():
+    change = _asked()
+    if not change or not torch.distributed.is_available():
         return
-    change = json.loads(text)
     if "backend" in change:
         _change_backend(change["backend"])
     if "bucket_cap_mb" in change:
         _change_buckets(change["bucket_cap_mb"])
     if change.get("comm_hook") == "float16":
         _change_hook()
+
+
+def make_in_reducers(module: types.ModuleType) -> None:
+    """The same in GradientReducers, once their module is imported; also without a change, to know whether there is one."""
+    change = _asked()
+    original = module.GradientReducer.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made = []
+        if "bucket_cap_mb" in change:
+            kwargs["bucket_bytes"] = change["bucket_cap_mb"] << 20
+            made.append("bucket_cap_mb")
+        if change.get("comm_hook") == "float16" and kwargs.get("wire") is None:
+            kwargs["wire"] = torch.float16
+            made.append("comm_hook")
+        original(self, *args, **kwargs)
+        _reducers.append(type(self))
+        for name in made:
+            _made(name)
+
+    module.GradientReducer.__init__ = init
+
+
+def _asked() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(os.environ.get(CHANGE) or "{}")
+    return found
 
 
 def _made(name: str) -> None:
@@ -40,7 +75,8 @@ def _made(name: str) -> None:
 
 
 def _change_backend(backend: str) -> None:
-    """The script's gloo is another backend: for the default group and new ones."""
+    """The script's gloo is another backend: for the default group and new ones. So is torch's choice for the CPU, which is gloo;
+    what is named for other devices stays."""
     import torch.distributed.distributed_c10d as c10d
 
     if backend not in c10d.Backend.backend_list:
@@ -57,16 +93,47 @@ def _with_backend(original: Any, backend: str) -> Any:
     @functools.wraps(original)
     def changed(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}.get("backend")
-        if isinstance(given, str) and given.lower() == "gloo":
+        other = _instead(given, backend, is_default=original.__name__ == "init_process_group")
+        if other is not None:
             _made("backend")
-            if "backend" in kwargs:
-                kwargs["backend"] = backend
+            at = parameters.index("backend")
+            if at < len(args):
+                args = (*args[:at], other, *args[at + 1 :])
             else:
-                at = parameters.index("backend")
-                args = (*args[:at], backend, *args[at + 1 :])
+                kwargs["backend"] = other
         return original(*args, **kwargs)
 
     return changed
+
+
+def _instead(given: Any, backend: str, *, is_default: bool) -> str | None:
+    """What takes the place of a backend as the script has given it, if that is gloo for tensors of the CPU.
+
+    Args:
+        is_default: where none is given, torch chooses; else it is the default group's, which is changed already.
+    """
+    if given is None:
+        if not is_default:
+            return None
+        others = {
+            device: name
+            for device, name in torch.distributed.Backend.default_device_backend_map.items()
+            if device != "cpu"
+        }
+        here = {
+            device: name
+            for device, name in others.items()
+            if getattr(torch, device, None) and getattr(torch, device).is_available()
+        }
+        return ",".join(f"{device}:{name}" for device, name in {"cpu": backend, **here}.items())
+    if not isinstance(given, str):
+        return None
+    named = [part.strip().lower() for part in given.split(",")]
+    if named == ["gloo"]:
+        return backend
+    if "cpu:gloo" in named:
+        return ",".join(f"cpu:{backend}" if part == "cpu:gloo" else part for part in named)
+    return None
 
 
 def _change_buckets(size_mb: int) -> None:

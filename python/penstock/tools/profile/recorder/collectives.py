@@ -354,7 +354,10 @@ def _patch_init(joined: Callable[[int, int, str], None]) -> None:
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        joined(dist.get_rank(), dist.get_world_size(), str(dist.get_backend()))
+        backend = str(dist.get_backend())
+        if backend == dist.Backend.UNDEFINED or ":" in backend:  # one for each kind of device
+            backend = dist.get_backend_config()
+        joined(dist.get_rank(), dist.get_world_size(), backend)
         return result
 
     rebind("init_process_group", original, init_process_group)

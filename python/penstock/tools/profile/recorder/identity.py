@@ -49,6 +49,8 @@ class Identity:
         torch = sys.modules.get("torch")
         device = "cuda" if torch is not None and torch.cuda.is_initialized() else "cpu"
         about = {**self.about, "device": device}
+        if "backend" in about:
+            about["backend"] = _backend(about["backend"], device)
         return Header(self.rank, self.world, self.host, os.getpid(), self.start_ns, self.wall_ns, about)
 
     def describe(self, torch: Any) -> None:
@@ -60,6 +62,12 @@ class Identity:
             "cores": len(os.sched_getaffinity(0)),
             "job": ":".join(os.environ.get(name, "") for name in _OF_JOB).strip(":"),
         }
+
+
+def _backend(given: str, device: str) -> str:
+    """The one for this kind of device, of several such as ``cpu:gloo,cuda:nccl``."""
+    of = dict(part.partition(":")[::2] for part in given.split(","))
+    return of.get(device) or given
 
 
 def _launched() -> tuple[int, int, int]:

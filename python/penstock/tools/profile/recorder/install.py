@@ -562,6 +562,7 @@ _LATER: dict[str, Callable[[types.ModuleType], None]] = {
     "torch.distributed.checkpoint": _patch_checkpoint,
     "safetensors.torch": _patch_safetensors,
     "penstock.training.passes": _patch_passes,
+    "penstock.training.gradients": changes.make_in_reducers,
 }
 
 

@@ -17,6 +17,7 @@ import torch
 
 from penstock.errors import Config
 from penstock.profiling.record import Event, Header, Step, read
+from penstock.tools.profile.recorder.changes import has_gradient_reducer
 from penstock.tools.profile.recorder.collectives import Calls
 from penstock.tools.profile.recorder.conversion import costs
 from penstock.tools.profile.recorder.counters import Counters, of_engine
@@ -178,7 +179,7 @@ class Recording:
             # torch's does not let it be.
             with self.span("profiler"), contextlib.suppress(Exception):
                 self.event("float16", "{:.3f} ns a byte before it is sent, {:.3f} after".format(*costs()))
-            if self.calls.reducers() is None:
+            if self.calls.reducers() is None and not has_gradient_reducer():
                 self.event("no ddp")
         self.calls.step_ended()
 

@@ -1,9 +1,9 @@
 """Faults on purpose: small trainings on emulated hosts, each with one thing wrong, for `penstock profile` to find.
 
-    python -m penstock profile -o FOLDER -- python tests/planted_faults.py PLAN
+    penstock profile -o FOLDER -- python -m penstock.tools.bench.planted PLAN
 
-makes the hosts of a plan (JSON), starts what disturbs them, and runs the ranks. `profiled` does that and gives what was found.
-The ranks have a core each, as far as there are enough. A machine that is busy otherwise is a fault of its own.
+makes the hosts of a plan (JSON), starts what disturbs them, and runs the ranks (`planted_rank`). `profiled` does that and finds
+the causes. The ranks have a core each, as far as there are enough. A machine that is busy otherwise is a fault of its own.
 """
 
 from __future__ import annotations
@@ -14,12 +14,20 @@ import json
 import os
 import pathlib
 import random
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
+from penstock.profiling import causes
 from penstock.profiling.causes import Cause
+from penstock.profiling.divide import divide
+from penstock.profiling.readers import load
+from penstock.tools.bench.launcher import BenchError
+from penstock.tools.profile import run
+from penstock.tools.testbed import LinkSpec, Testbed
+
+__all__ = ["FAULTS", "Found", "Plan", "conduct", "core_of", "drawn", "is_found", "profiled"]
 
 
 @dataclasses.dataclass
@@ -105,19 +113,19 @@ class Found:
 
 
 def profiled(plan: Plan, folder: pathlib.Path) -> Found:
-    """Run it under `penstock profile`, and read what that has recorded."""
-    command = [sys.executable, "-m", "penstock", "profile", "-o", str(folder), "--"]
-    command += [sys.executable, __file__, json.dumps(dataclasses.asdict(plan))]
-    done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return read(folder)
+    """Run it, recorded in this folder, and find the causes.
 
-
-def read(folder: pathlib.Path) -> Found:
-    from penstock.profiling import causes, record
-    from penstock.profiling.divide import divide
-
-    records = [record.read(path) for path in sorted(folder.glob("*-*.jsonl"))]
+    Raises:
+        BenchError: the training failed.
+    """
+    command = [sys.executable, "-m", "penstock.tools.bench.planted", json.dumps(dataclasses.asdict(plan))]
+    code = run.run(command, folder, stdout=subprocess.DEVNULL)
+    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        raise KeyboardInterrupt  # the training has taken the signal, which was for all of them
+    if code != 0:
+        raise BenchError(f"the training of {plan.fault}, seed {plan.seed}, ended with status {code}")
+    records = load(folder)
+    assert isinstance(records, list), "a folder of ours has records"
     ranks = [each for each in records if not each.is_of_host]
     return Found(causes.find(records, divide(ranks)), {each.header.rank: each.header.host for each in ranks})
 
@@ -133,8 +141,6 @@ def is_found(plan: Plan, found: Found) -> bool:
 
 def conduct(plan: Plan) -> int:
     """Make the hosts and what disturbs them, and run the ranks."""
-    from penstock.tools.testbed import LinkSpec, Testbed
-
     link = LinkSpec(rate_mbit=plan.rate, flow_mbit=plan.flow)
     with contextlib.ExitStack() as stack:
         bed = stack.enter_context(Testbed(hosts=plan.ranks, racks=1, link=link, rates=plan.rates, losses=plan.loss))
@@ -149,7 +155,7 @@ def conduct(plan: Plan) -> int:
         if plan.is_crowded:
             stack.enter_context(_ended(subprocess.Popen([sys.executable, "-c", CROWD, str(core_of(plan.rank or 0))])))
         done = bed.run(
-            [sys.executable, __file__, "--train", json.dumps(dataclasses.asdict(plan))],
+            [sys.executable, "-m", "penstock.tools.bench.planted_rank", json.dumps(dataclasses.asdict(plan))],
             ranks=plan.ranks,
             env={"PENSTOCK_STREAMS": str(plan.streams), "OMP_NUM_THREADS": "1"},
             timeout_s=150,
@@ -206,48 +212,5 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
         process.wait()
 
 
-def train(plan: Plan) -> None:
-    """A rank: a multilayer perceptron under DDP, on a core of its own as far as there are enough."""
-    rank = int(os.environ["RANK"])
-    os.sched_setaffinity(0, {core_of(rank)})
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    is_mine = rank == plan.rank
-
-    class Data(torch.utils.data.Dataset):  # type: ignore[type-arg]
-        def __len__(self) -> int:
-            return plan.steps * plan.batch
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            if plan.stall_ms and is_mine and index % plan.batch == 0:
-                # A disk that answers late.
-                time.sleep(plan.stall_ms / 1e3)
-            return torch.full((plan.width,), 1.0 / (1 + index))
-
-    class Slow(torch.nn.Module):
-        def forward(self, given: torch.Tensor) -> torch.Tensor:
-            end_s = time.thread_time() + plan.burn_ms / 1e3 * is_mine
-            while time.thread_time() < end_s:
-                pass
-            return given
-
-    dist.init_process_group("penstock")
-    layers = [torch.nn.Linear(plan.width, plan.width) for _ in range(plan.layers)]
-    model = torch.nn.parallel.DistributedDataParallel(
-        torch.nn.Sequential(Slow(), *layers), bucket_cap_mb=plan.bucket_mb, gradient_as_bucket_view=True
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    for batch in torch.utils.data.DataLoader(Data(), batch_size=plan.batch):
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "--train":
-        train(Plan(**json.loads(sys.argv[2])))
-    else:
-        sys.exit(conduct(Plan(**json.loads(sys.argv[1]))))
+    sys.exit(conduct(Plan(**json.loads(sys.argv[1]))))

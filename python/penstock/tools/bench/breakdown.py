@@ -1,0 +1,221 @@
+"""``penstock bench breakdown``: what `penstock profile` says of a step beside what the script's own clock says.
+
+Each training draws from a seed how long its phases compute, how many bytes it moves over which link, and how much later one rank
+is. Its script notes when each phase and each operation began and ended. Ranks share this machine's clock, so it is known
+when the last of them issued an operation, and with it what of a wait was wire. The target: each category within 3 %.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+
+from penstock.profiling.breakdown import Share
+from penstock.profiling.divide import WARM_UP_STEPS, divide
+from penstock.profiling.readers import load
+from penstock.reports import Column, Line, Table
+from penstock.tools.bench import machine
+from penstock.tools.bench.launcher import BenchError
+from penstock.tools.bench.options import check_files
+from penstock.tools.bench.output import reporting_errors, result_console, say, write_json
+from penstock.tools.profile import run
+
+__all__ = ["MOVING", "Outcome", "Plan", "command", "drawn", "judged"]
+
+WORK = ("loading", "forward", "backward", "clip", "optimizer", "evaluation", "checkpoint", "other")
+MOVING = ("exposed wire", "exposed wait", "hidden wire", "hidden wait")
+TARGET = 0.03
+LEAST = 0.02
+"""Of the step: what is less is not judged by its relative error."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A training. Times in ms, of each step, but for evaluation and checkpoint, which each fourth step has."""
+
+    seed: int
+    backend: str
+    rate_mbit: float
+    mebibytes: float
+    """Of gradients, in one bucket."""
+    beside_mebibytes: float
+    """Of a sum that moves while the forward pass computes."""
+    loading: float
+    forward: float
+    backward: float
+    optimizer: float
+    evaluation: float
+    other: float
+    late: float
+    late_rank: int
+    late_phase: str
+    """One of loading, forward and other: there this rank takes ``late`` more."""
+    steps: int = 48
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a category, a rank and a training: means over steps, in ms."""
+
+    seed: int
+    rank: int
+    category: str
+    script_ms: float
+    profile_ms: float
+    step_ms: float
+
+    @property
+    def miss(self) -> float:
+        """What the profile says over what the script says, less one."""
+        return self.profile_ms / self.script_ms - 1
+
+    @property
+    def is_judged(self) -> bool:
+        return self.script_ms >= LEAST * self.step_ms
+
+
+def drawn(seed: int) -> Plan:
+    """The training of a seed."""
+    draw = random.Random(f"breakdown {seed}")
+    beside = draw.uniform(0.25, 1)
+    rate = draw.choice([200.0, 400.0, 800.0])
+    # Two ranks move as many bytes as the tensor has; the forward pass is to hide them.
+    hidden_ms = beside * 8.4e6 / rate / 1e3
+    return Plan(
+        seed,
+        draw.choice(["penstock", "gloo"]),
+        rate,
+        draw.uniform(0.5, 3),
+        beside,
+        draw.uniform(5, 20),
+        2 * hidden_ms + draw.uniform(10, 30),
+        draw.uniform(20, 50),
+        draw.uniform(5, 15),
+        draw.uniform(20, 60),
+        draw.uniform(5, 15),
+        draw.choice([0.0, draw.uniform(10, 40)]),
+        draw.randrange(2),
+        draw.choice(["loading", "forward", "other"]),
+    )
+
+
+@click.command()
+@click.option("--runs", type=click.IntRange(1), default=8, show_default=True, help="Trainings.")
+@click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first one's seed.")
+@click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds of one training.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
+def command(runs: int, first: int, timeout: float, json_path: str | None) -> None:
+    """Measure how far off the parts of a step are that `penstock profile` shows.
+
+    Needs root, for emulated hosts. A training takes 20 s or so.
+    """
+    check_files(json_path=json_path, report_path=None)
+    outcomes: list[Outcome] = []
+    with reporting_errors():
+        description = machine.describe()
+        for seed in range(first, first + runs):
+            found = measure(drawn(seed), timeout_s=timeout)
+            worst = max((one for one in found if one.is_judged), key=lambda one: abs(one.miss))
+            say(f"{seed}: furthest off is {worst.category} of rank {worst.rank}: {worst.miss:+.1%}")
+            outcomes += found
+            write_json(json_path, description, [{**asdict(each), "miss": _miss(each)} for each in outcomes])
+        result_console().print(table(outcomes).for_terminal())
+
+
+def measure(plan: Plan, *, timeout_s: float) -> list[Outcome]:
+    """Run a training, recorded.
+
+    Raises:
+        BenchError: it failed.
+    """
+    bed = [sys.executable, "-m", "penstock", "testbed", "run", "--quiet", "--hosts", "2"]
+    bed += ["--rate", f"{plan.rate_mbit:g}", "--timeout", f"{timeout_s:g}"]
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as notes:
+        train = [sys.executable, "-m", "penstock.tools.bench.breakdown_rank", json.dumps(asdict(plan)), notes]
+        code = run.run([*bed, "--", *train], Path(folder), stdout=subprocess.DEVNULL)
+        if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+            raise KeyboardInterrupt  # the training has taken the signal, which was for all of them
+        if code != 0:
+            raise BenchError(f"the training of seed {plan.seed} ended with status {code}")
+        records = load(Path(folder))
+        assert isinstance(records, list), "a folder of ours has records"
+        noted = [json.loads(Path(notes, f"{rank}.json").read_text()) for rank in range(2)]
+        shares = divide([each for each in records if not each.is_of_host]).shares
+        return judged(plan.seed, noted, shares)
+
+
+def judged(seed: int, noted: Sequence[Sequence[Mapping[str, int]]], shares: Sequence[Share]) -> list[Outcome]:
+    """Each category of each rank beside the script's own. Pure.
+
+    Args:
+        noted: by rank, then by step: `breakdown_rank.Notes`, in ns.
+    """
+    found = []
+    for share in shares:
+        own = noted[share.rank]
+        rows = []
+        for at in range(WARM_UP_STEPS, len(own)):
+            issued = max(step[at]["issued"] for step in noted)
+            beside = max(step[at]["beside_issued"] for step in noted)
+            row = {category: float(own[at].get(category, 0)) for category in (*WORK, "step")}
+            row["exposed wait"] = issued - own[at]["issued"]
+            row["exposed wire"] = own[at]["ended"] - issued
+            row["hidden wait"] = beside - own[at]["beside_issued"]
+            row["hidden wire"] = own[at]["beside_ended"] - beside
+            row["other"] += row["step"] - sum(row[category] for category in (*WORK, *MOVING[:2]))
+            rows.append(row)
+        means = {category: statistics.fmean(row[category] for row in rows) / 1e6 for category in rows[0]}
+        moving = share.communication.values()
+        told = {
+            **{category: share.work.get(category, 0.0) for category in WORK},
+            "exposed wire": sum(one.exposed_wire_ns for one in moving),
+            "exposed wait": sum(one.exposed_wait_ns for one in moving),
+            "hidden wire": sum(one.hidden_wire_ns for one in moving),
+            "hidden wait": sum(one.hidden_wait_ns for one in moving),
+            "step": share.step_ns,
+        }
+        found += [
+            Outcome(seed, share.rank, category, means[category], told[category] / 1e6, means["step"])
+            for category in (*WORK, *MOVING, "step")
+        ]
+    return found
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """By category."""
+    columns = [
+        Column("category", is_text=True),
+        Column("ranks", meaning="ranks of trainings in which it is 2 % of the step or more"),
+        Column("ms a step", meaning="the mean of what the script says"),
+        Column("median miss"),
+        Column("largest"),
+        Column("within 3 %"),
+    ]
+    lines = [
+        _line(category, [one for one in outcomes if one.category == category]) for category in (*WORK, *MOVING, "step")
+    ]
+    return Table("Parts of a step, beside the script's own clock", columns, [line for line in lines if line])
+
+
+def _line(category: str, outcomes: Sequence[Outcome]) -> Line | None:
+    counted = [one for one in outcomes if one.is_judged]
+    if not counted:
+        return None
+    misses = sorted(abs(one.miss) for one in counted)
+    within = sum(miss <= TARGET for miss in misses)
+    cells = [category, str(len(counted)), f"{statistics.fmean(one.script_ms for one in counted):.2f}"]
+    return Line([*cells, f"{statistics.median(misses):.1%}", f"{misses[-1]:.1%}", f"{within} of {len(counted)}"])
+
+
+def _miss(outcome: Outcome) -> float | None:
+    return outcome.miss if outcome.is_judged else None

@@ -1,0 +1,142 @@
+"""One rank of a training that notes by its own clock what it does (`breakdown`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.tools.bench.breakdown import Plan
+from penstock.tools.bench.planted import core_of
+
+Notes = dict[str, int]
+"""Of a step, in ns: how long each phase took, by its name; and when the sums of the gradients and of what moves beside were
+issued and had ended, on the machine's monotonic clock: ``issued``, ``ended``, ``beside_issued``, ``beside_ended``."""
+
+
+def train(plan: Plan, folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    os.sched_setaffinity(0, {core_of(rank)})
+    torch.set_num_threads(1)
+    notes: list[Notes] = [{}]
+
+    @contextlib.contextmanager
+    def noted(phase: str) -> Iterator[None]:
+        start_ns = time.monotonic_ns()
+        yield
+        notes[-1][phase] = notes[-1].get(phase, 0) + time.monotonic_ns() - start_ns
+
+    def compute(phase: str, ms: float) -> None:
+        _compute(ms + (plan.late if rank == plan.late_rank and phase == plan.late_phase else 0.0))
+
+    class Data(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return plan.steps
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            compute("loading", plan.loading)
+            return torch.full((1,), 1.0)
+
+    class Passes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+            if torch.is_inference_mode_enabled() or not given.requires_grad:
+                _compute(plan.evaluation / 2)
+            else:
+                compute("forward", plan.forward)
+            return given * 1.0
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            _compute(plan.backward)
+            return gradient
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(int(plan.mebibytes * 2**18)))
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            return Passes.apply(self.weight[:1] * given).sum() + 0.0 * self.weight.sum()  # type: ignore[no-untyped-call,no-any-return]
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            _compute(plan.optimizer)
+            return super().step(closure)
+
+    def hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Issues the sum as DDP does, and notes when it was issued and had ended."""
+        notes[-1]["issued"] = time.monotonic_ns()
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()  # type: ignore[union-attr]
+
+        def ended(done: Any) -> torch.Tensor:
+            notes[-1]["ended"] = time.monotonic_ns()
+            return done.value()[0] / 2  # type: ignore[no-any-return]
+
+        return future.then(ended)
+
+    dist.init_process_group(plan.backend)
+    beside_group = dist.new_group()
+    beside = torch.ones(int(plan.beside_mebibytes * 2**18))
+    model = torch.nn.parallel.DistributedDataParallel(Model(), bucket_cap_mb=1000)
+    model.register_comm_hook(None, hook)
+    optimizer = Optimizer(model.parameters(), lr=1e-6)
+    previous_ns = time.monotonic_ns()
+    with tempfile.TemporaryDirectory() as place:
+        batches = iter(torch.utils.data.DataLoader(Data()))
+        for number in range(plan.steps):
+            with noted("other"):
+                compute("other", plan.other)
+            with noted("loading"):
+                batch = next(batches)
+            optimizer.zero_grad()
+            notes[-1]["beside_issued"] = time.monotonic_ns()
+            work = dist.all_reduce(beside, group=beside_group, async_op=True)
+            note = notes[-1]
+            work.get_future().add_done_callback(lambda _, note=note: note.update(beside_ended=time.monotonic_ns()))  # type: ignore[union-attr,misc]
+            start_ns = time.monotonic_ns()
+            loss = model(batch)
+            middle_ns = time.monotonic_ns()
+            loss.backward()
+            note["forward"] = middle_ns - start_ns
+            note["backward"] = time.monotonic_ns() - middle_ns - (note["ended"] - note["issued"])
+            work.wait()  # type: ignore[union-attr]
+            with noted("clip"):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if number % 4 == 3:
+                with noted("evaluation"), torch.no_grad():
+                    model.module.eval()
+                    model.module(batch)
+                    model.module(batch)
+                    model.module.train()
+                with noted("checkpoint"):
+                    torch.save([torch.ones(1 << 23)], os.path.join(place, "checkpoint.pt"))
+            with noted("optimizer"):
+                optimizer.step()
+            note["step"] = time.monotonic_ns() - previous_ns
+            previous_ns += note["step"]
+            notes.append({})
+    notes.pop()
+    dist.destroy_process_group()
+    (folder / f"{rank}.json").write_text(json.dumps(notes))
+
+
+def _compute(ms: float) -> None:
+    """Operators of torch on this thread, for so long on the clock."""
+    matrix = torch.ones(64, 64)
+    end_ns = time.monotonic_ns() + round(1e6 * ms)
+    while time.monotonic_ns() < end_ns:
+        torch.mm(matrix, matrix)
+
+
+if __name__ == "__main__":
+    train(Plan(**json.loads(sys.argv[1])), Path(sys.argv[2]))

@@ -1,0 +1,97 @@
+"""`penstock bench breakdown` and `penstock bench causes`: what is drawn, what their tables say, and a training of the first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from penstock.profiling.breakdown import Moving, Share
+from penstock.tools.bench import breakdown, causes, planted
+from penstock.tools.bench.breakdown import MOVING, Outcome, drawn, judged
+from penstock.tools.bench.launcher import BenchError
+from penstock.tools.testbed.system import unavailable
+
+MS = 1_000_000
+
+
+def test_trainings_are_drawn_from_their_seed() -> None:
+    plans = [drawn(seed) for seed in range(40)]
+    assert plans == [drawn(seed) for seed in range(40)] and len(set(plans)) == 40
+    # What moves beside the forward pass ends within it, even where the link carries half of its rate.
+    assert all(plan.forward > 2 * plan.beside_mebibytes * 8.4e6 / plan.rate_mbit / 1e3 for plan in plans)
+    assert {plan.late > 0 for plan in plans} == {True, False}
+
+
+def test_what_the_script_noted_is_beside_what_the_profile_says() -> None:
+    """Rank 1 issues 4 ms later: rank 0 waits for that, and both have 6 ms of wire. What no phase has is other."""
+    noted = [
+        [
+            {
+                "forward": 20 * MS,
+                "backward": 30 * MS,
+                "issued": 100 * MS + 4 * MS * rank,
+                "ended": 110 * MS,
+                "beside_issued": 50 * MS,
+                "beside_ended": 53 * MS,
+                "step": 65 * MS - 4 * MS * rank,
+            }
+        ]
+        * 4
+        for rank in range(2)
+    ]
+    moving = Moving(6.06 * MS, 4 * MS, 3 * MS)
+    share = Share(0, 2, 1, 65 * MS, {"forward": 20 * MS, "backward": 33 * MS, "other": 1.94 * MS}, {"other": moving})
+    by_category = {one.category: one for one in judged(7, noted, [share])}
+    assert by_category["exposed wire"].miss == pytest.approx(0.01)
+    assert by_category["exposed wait"].script_ms == 4 and by_category["hidden wire"].script_ms == 3
+    assert by_category["backward"].miss == pytest.approx(0.1)
+    assert by_category["other"].script_ms == 5 and not by_category["clip"].is_judged
+    table = breakdown.table(list(by_category.values()))
+    assert next(line.cells for line in table.lines if line.cells[0] == "backward")[1:] == [
+        "1",
+        "30.00",
+        "10.0%",
+        "10.0%",
+        "0 of 1",
+    ]
+
+
+def test_the_table_of_causes_counts_by_fault() -> None:
+    outcomes = [
+        causes.Outcome(planted.drawn(fault, seed), seed != 9, "")
+        for fault in ("slow rank", "disk stall")
+        for seed in (8, 9)
+    ]
+    assert [line.cells for line in causes.table(outcomes).lines] == [
+        ["slow rank", "2", "1, 50.0%", "9"],
+        ["disk stall", "2", "1, 50.0%", "9"],
+        ["all", "4", "2, 50.0%", "9, 9"],
+    ]
+
+
+def test_a_training_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is wrong is told, with the cause that came first."""
+
+    def profiled(plan: planted.Plan, folder: Path) -> planted.Found:
+        if plan.seed == 1:
+            raise BenchError("the training ended with status 124")
+        return planted.Found([], {})
+
+    monkeypatch.setattr(planted, "profiled", profiled)
+    done = CliRunner().invoke(causes.command, ["--runs", "3", "--faults", "slow rank"])
+    assert done.exit_code == 1
+    assert "1: slow rank: the training ended with status 124" in done.output
+    assert "2: slow rank: WRONG, no cause" in done.output and "1 of 3 trainings failed" in done.output
+    assert CliRunner().invoke(causes.command, ["--faults", "bad luck"]).exit_code == 2
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=f"no emulated hosts: {unavailable()}")
+@pytest.mark.timed
+def test_the_parts_of_a_step_are_those_of_the_script() -> None:
+    """A training of 48 steps. The bench judges 3 %; here a busy machine may make it a fifth."""
+    found = breakdown.measure(drawn(1), timeout_s=120)
+    far = [one for one in found if one.is_judged and abs(one.miss) > 0.2]
+    assert not far and {one.category for one in found if one.is_judged} >= {"forward", "backward", MOVING[0]}, found
+    assert all(isinstance(one, Outcome) for one in found)
