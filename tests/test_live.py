@@ -702,6 +702,43 @@ def test_records_are_not_believed() -> None:
         parsed(metrics.text(seen))
 
 
+def test_groups_aggregation_and_complaints_are_metrics_too() -> None:
+    """What the page shows in its tables; of a host's segments the highest that one of its ranks tells, and they are scalars."""
+    rows = {
+        "groups": [["default/0", 2.0, 30.0, 1.0, None], ["tensor/0", 2.0, 4.0, 0.0, "rank 1 has left"]],
+        "aggregated": [
+            ["default/0", "10.0.0.1:7400", None, 5e6, 7.0, 1.0, None],
+            ["default/1", "s", "rack", 0.0, 0.0, 0.0, "why"],
+        ],
+        "complaints": [[1.0, "one"], [2.0, "two"]],
+    }
+    seen = fed(2, numbers=lambda rank: {"host": "a", "retransmitted_per_s": 3.0 + rank, **(rows if rank == 0 else {})})
+    values = parsed(metrics.text(seen))
+    first, second = (
+        '{rank="0",group="default/0",server="10.0.0.1:7400",parent=""}',
+        '{rank="0",group="default/1",server="s",parent="rack"}',
+    )
+    expected = {
+        'group_operations_total{group="default/0"}': 30,
+        'group_operations_active{group="default/0"}': 1,
+        'group_failed{group="default/0"}': 0,
+        'group_failed{group="tensor/0"}': 1,
+        f"aggregated_bytes_per_second{first}": 5e6,
+        f"aggregated_repeated_blocks_total{first}": 7,
+        f"aggregated_bypasses_total{first}": 1,
+        f"aggregated_fallen_back{first}": 0,
+        f"aggregated_fallen_back{second}": 1,
+        'host_retransmitted_segments_per_second{host="a"}': 4,
+        'rank_complaints{rank="0"}': 2,
+    }
+    assert {name: values.get(f"penstock_{name}") for name in expected} == expected
+    told = scalars.scalars(seen)
+    assert (
+        told["aggregated_MB_per_s"] == 5 and told["aggregated_blocks_again"] == 7 and told["aggregators_bypassed"] == 1
+    )
+    assert told["segments_retransmitted_per_s"] == 4
+
+
 def test_metrics_with_labels_of_any_text() -> None:
     """They are escaped as the format has it."""
     seen = fed(2, numbers=lambda rank: {"host": f"{NASTY}{rank}", "median_s": 0.1})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import collections
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from penstock.live.view import Snapshot
 
@@ -29,6 +31,21 @@ def text(job: Snapshot) -> str:
             ({"rank": rank, "peer": int(row[0])}, row[index]) for rank, each in known.items() for row in each["peers"]
         ]
 
+    def of_groups(index: int) -> list[_Value]:
+        rows = known[0]["groups"] if 0 in known else []
+        return [({"group": row[0]}, row[index]) for row in rows]
+
+    def of_aggregated(value: Callable[[Any], float]) -> list[_Value]:
+        return [
+            ({"rank": rank, "group": row[0], "server": row[1], "parent": row[2] or ""}, value(row))
+            for rank, each in known.items()
+            if rank in job.live
+            for row in each["aggregated"]
+        ]
+
+    hosts: dict[str, float] = {}
+    for each in known.values():
+        hosts[each["host"]] = max(hosts.get(each["host"], 0.0), each["retransmitted_per_s"])
     up = [({"rank": each.rank}, float(each.rank in job.live)) for each in job.ranks]
     links = [({"host": link.host}, link) for link in job.links]
     late = [] if job.straggler is None else [({"rank": job.straggler.rank}, job.straggler.late_s)]
@@ -64,6 +81,38 @@ def text(job: Snapshot) -> str:
         ("peer_memory_read_bytes_per_second", "gauge", "From the peer's memory.", of_peers(9)),
         ("peer_round_trip_seconds", "gauge", "The longest of the peer's streams.", of_peers(5)),
         ("peer_repeated_frames_total", "counter", "Frames sent again to the peer.", of_peers(8)),
+        ("group_operations_total", "counter", "Of a group or channel of rank 0.", of_groups(2)),
+        ("group_operations_active", "gauge", "The same, under way.", of_groups(3)),
+        ("group_failed", "gauge", "1 for a group or channel of rank 0 that has failed.", _failed(of_groups(4))),
+        (
+            "aggregated_bytes_per_second",
+            "gauge",
+            "Of tensors, through aggregators.",
+            of_aggregated(lambda row: float(row[3])),
+        ),
+        ("aggregated_repeated_blocks_total", "counter", "Blocks sent again.", of_aggregated(lambda row: float(row[4]))),
+        ("aggregated_bypasses_total", "counter", "Aggregators passed by.", of_aggregated(lambda row: float(row[5]))),
+        (
+            "aggregated_fallen_back",
+            "gauge",
+            "1 where aggregation has given up, and ranks sum themselves.",
+            of_aggregated(lambda row: float(bool(row[6]))),
+        ),
+        (
+            "host_retransmitted_segments_per_second",
+            "gauge",
+            "TCP segments sent again, of all programs.",
+            [({"host": host}, rate) for host, rate in hosts.items()],
+        ),
+        (
+            "rank_complaints",
+            "gauge",
+            "Warnings and errors that are shown of a rank.",
+            [
+                ({"rank": rank}, count)
+                for rank, count in collections.Counter(rank for _, rank, _ in job.complaints).items()
+            ],
+        ),
         (
             "link_use_ratio",
             "gauge",
@@ -83,6 +132,10 @@ def text(job: Snapshot) -> str:
         if rows:
             lines += [f"# HELP penstock_{name} {meaning}", f"# TYPE penstock_{name} {kind}", *rows]
     return "\n".join(lines) + "\n"
+
+
+def _failed(reasons: Iterable[tuple[Mapping[str, object], object]]) -> list[_Value]:
+    return [(labels, float(bool(why))) for labels, why in reasons]
 
 
 def _labels(labels: Mapping[str, object]) -> str:

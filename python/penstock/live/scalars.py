@@ -47,6 +47,14 @@ def scalars(job: Snapshot) -> dict[str, float]:
         found |= {"sent_MB_per_s": link.sent / 1e6, "received_MB_per_s": link.received / 1e6}
         if link.is_telling:
             found["link_share"] = link.share
+    known = [each.numbers for each in job.ranks if each.numbers is not None]
+    aggregated = [row for each in known for row in each["aggregated"]]
+    if aggregated:
+        found["aggregated_MB_per_s"] = sum(row[3] for row in aggregated) / 1e6
+        found["aggregated_blocks_again"] = sum(row[4] for row in aggregated)
+        found["aggregators_bypassed"] = sum(row[5] for row in aggregated)
+    if known:
+        found["segments_retransmitted_per_s"] = max(each["retransmitted_per_s"] for each in known)
     if job.straggler is not None:
         found["straggler_rank"] = job.straggler.rank
     found["straggler_late_ms"] = 0.0 if job.straggler is None else 1e3 * job.straggler.late_s
