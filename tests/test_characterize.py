@@ -24,6 +24,7 @@ from rich.console import Console
 import forked
 from characterized import CELL, as_in_the_paper, outcome
 from penstock.errors import Config
+from penstock.profiling import record
 from penstock.profiling.breakdown import Breakdown, Moving, Share
 from penstock.profiling.record import Header, Readings, Record, Step
 from penstock.reports import Bars, Lines, Picture
@@ -442,6 +443,47 @@ def test_figures_6_and_7_are_of_the_cells_that_they_are_about() -> None:
     assert seven.see == "With 4 ranks communication takes 98% of a step of gpt2-small (tcp at 100 Mbit/s), with 2 92%."
     assert seven.chart.bars[1].told == "1840 ms, 98% still"
     assert not [title for title in sections if "does not have" in title]
+
+
+def test_what_a_link_carried_over_time_is_drawn_from_the_records(tmp_path: Path) -> None:
+    """Of rank 0's host, the last five seconds of its steps; without records there are only the means."""
+    cell = replace(CELL, link_mbit=100.0)
+    assert running.course_of(tmp_path, cell) is None
+    folder = tmp_path / f"{cell.key}.0"
+    folder.mkdir()
+    steps = [Step(number, number * SECOND, (number + 1) * SECOND) for number in range(12)]
+    rank = Header(0, 1, "a", 1, 0, 0)
+    (folder / "rank-0.jsonl").write_text("".join(map(record.line, [rank, *steps])))
+    host = Header(0, 1, "a", 2, 0, 0, {"counters": True})
+    readings = [
+        Readings(SECOND * at, {"nic.eth0.rx_bytes": 1e6 * max(0, at - 9), "nic.eth0.tx_bytes": 5e5 * at})
+        for at in range(14)
+    ]
+    (folder / "host-a.jsonl").write_text("".join(map(record.line, [host, *readings])))
+    course = running.course_of(tmp_path, cell)
+    assert course == ([0.5, 1.5, 2.5, 3.5, 4.5], [0.0, 0.0, 8.0, 8.0, 8.0], [4.0] * 5)
+    told = report.page([outcome(cell)], "runs", {}, lambda one: running.course_of(tmp_path, one))
+    [three] = [each for each in told.sections if each.title.startswith("Figure 3")]
+    [drawn] = [each for each in three.blocks if isinstance(each, Picture) and each.name == "figure-3-over-time"]
+    assert isinstance(drawn.chart, Lines) and [curve.label for curve in drawn.chart.panels[0].curves] == [
+        "received",
+        "sent",
+    ]
+    assert "up to 8 Mbit/s (gpt2-tiny" in drawn.see
+    assert not [
+        each for each in report.page([outcome(cell)], "runs", {}).sections[1].blocks if "over-time" in str(each)
+    ]
+
+
+def test_the_models_stand_as_in_table_1() -> None:
+    """Both shapes of GPT-2 large; one that is not known here, from somebody's folder, by its name."""
+    runs = [outcome(replace(CELL, model=model)) for model in ("gpt2-large", "gpt2-large-40", "t5-large", "mine")]
+    assert [line.cells for line in tables.models(runs).lines] == [
+        ["gpt2-large", "decoder", "36", "1,280", "20", "table 1, data parallel"],
+        ["gpt2-large-40", "decoder", "40", "1,200", "24", "table 1, model parallel"],
+        ["t5-large", "encoder and decoder", "24", "1,024", "16", "table 1"],
+        ["mine", "", "", "", "", ""],
+    ]
 
 
 def test_a_matrix_without_cells_for_a_figure_says_what_it_needs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import signal
 import sys
@@ -65,7 +66,7 @@ def command(
         need("penstock characterize --html", "matplotlib")
     from penstock.tools.bench.output import result_console, write_file
     from penstock.tools.characterize import memory as memory_room
-    from penstock.tools.characterize import results, tables
+    from penstock.tools.characterize import results, running, tables
 
     failed: list[Failed] = []
     try:
@@ -99,7 +100,7 @@ def command(
     if len(judged) < len(found):
         text = f"{len(found) - len(judged)} of {len(found)} findings of the paper need cells that this matrix does not have"
         console.print(f"{text}: the report lists them (--html)\n", highlight=False)
-    told = page(outcomes, str(folder), limits)
+    told = page(outcomes, str(folder), limits, functools.partial(running.course_of, folder))
     print_first_screen(told, console)
     if html_path:
         from penstock.reports import render

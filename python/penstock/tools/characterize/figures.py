@@ -1,12 +1,14 @@
-"""The paper's figures 3 to 7, drawn from the runs of a matrix (Dai et al., IEEE Micro 2024). Pure."""
+"""The paper's figures 3 to 7, drawn from the runs of a matrix (Dai et al., IEEE Micro 2024). Pure, but for what is given."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock.reports import Axis, Bar, Bars, Curve, Key, Lines, Panel, Part, Picture, Section, series
+from penstock.tools.characterize.matrix import Cell
 from penstock.tools.characterize.means import Means, groups, name, network, parameters
 from penstock.tools.characterize.memory import Kind, Limit, kind_of
+from penstock.tools.characterize.running import COURSE_S, Course
 
 __all__ = ["first", "sections"]
 
@@ -25,11 +27,16 @@ def first(cells: Sequence[Means]) -> Picture:
     return Picture("steps", Bars(STEP, bars, KEY), see, how)
 
 
-def sections(cells: Sequence[Means], limits: Mapping[Kind, Limit]) -> list[Section]:
+def sections(
+    cells: Sequence[Means],
+    limits: Mapping[Kind, Limit],
+    course_of: Callable[[Cell], Course | None] = lambda _: None,
+) -> list[Section]:
     """A section for each of the paper's figures that the matrix has cells for, and one that says what the others need.
 
     Args:
         limits: the largest batches that fit, which end the curves of figure 6.
+        course_of: what a host's link carried in a run of a cell, over time, if its records are still there.
     """
     found: list[Section] = []
     lacking: list[str] = []
@@ -47,6 +54,8 @@ def sections(cells: Sequence[Means], limits: Mapping[Kind, Limit]) -> list[Secti
         pictures = _breakdowns(stem, chosen)
         if parallel == "data" and (used := _utilisation(stem, chosen)):
             pictures.append(used)
+        if parallel == "data" and (over_time := _over_time(stem, chosen, course_of)):
+            pictures.append(over_time)
         found.append(Section(title, pictures))
     if batches := _batches(cells, limits):
         found.append(Section("Figure 6: larger batches", [batches]))
@@ -98,7 +107,7 @@ def _whose(each: Means, models: Sequence[str]) -> str:
 
 
 def _utilisation(stem: str, cells: Sequence[Means]) -> Picture | None:
-    """What hosts' links receive: parts (e) to (h) of figures 3 and 4, as means instead of over time."""
+    """What hosts' links receive on average: what parts (e) to (h) of figures 3 and 4 come to."""
     known = [each for each in cells if each.cell.link_mbit and each.received > 0][:MOST_BARS]
     if not known:
         return None
@@ -122,6 +131,33 @@ def _utilisation(stem: str, cells: Sequence[Means]) -> Picture | None:
     )
     axis = Axis("received, of the link's rate", "%", from_zero=True)
     return Picture(f"{stem}-link", Bars(axis, bars), see, how)
+
+
+def _over_time(stem: str, cells: Sequence[Means], course_of: Callable[[Cell], Course | None]) -> Picture | None:
+    """Parts (e) to (h) of figures 3 and 4: what a host receives and sends; of each model with the most ranks and the slowest
+    link."""
+    chosen: dict[str, Means] = {}
+    for each in sorted(cells, key=lambda one: (-one.cell.ranks, one.cell.link_mbit)):
+        if each.cell.link_mbit:
+            chosen.setdefault(each.cell.model, each)
+    panels: list[Panel] = []
+    for model, each in chosen.items():
+        course = course_of(each.cell)
+        if course is None or len(panels) == MOST_PANELS:
+            continue
+        drawn = [
+            Curve(label, course.seconds, rates, series(index))
+            for index, (label, rates) in enumerate((("received", course.received), ("sent", course.sent)))
+        ]
+        title = f"({'efgh'[len(panels)]}) {model}, {name(each.cell)}"
+        panels.append(Panel(title, Axis("time", "s"), Axis("a host's link", "Mbit/s", from_zero=True), drawn))
+    if not panels:
+        return None
+    first = panels[0].curves
+    most = max(max(curve.y) for curve in first)
+    see = f"A host receives and sends by turns with computing: up to {most:.0f} Mbit/s ({panels[0].title[4:]})."
+    how = f"The last {COURSE_S:g} seconds of a run's steps, by the counters of rank 0's host."
+    return Picture(f"{stem}-over-time", Lines(panels), see, how)
 
 
 # Figure 6
@@ -253,5 +289,5 @@ PARTS = ("forward", "backward", "optimizer and others", "wire", "wait")
 COLOURS = tuple(zip(PARTS, ("grey-1", "grey-2", "grey-3", "series-1", "series-2"), strict=True))
 KEY = [Key(text, colour) for text, colour in COLOURS]
 STEP = Axis("time of a step", "ms")
-FIRST_BARS, MOST_BARS, MOST_CURVES, MOST_NETWORKS = 4, 32, 4, 4
+FIRST_BARS, MOST_BARS, MOST_CURVES, MOST_NETWORKS, MOST_PANELS = 4, 32, 4, 4, 4
 """`FIRST_BARS` fit on the first screen of a phone."""

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock.numbers import plural
 from penstock.reports import Next, Page, Section
 from penstock.tools.characterize import figures
 from penstock.tools.characterize.findings import ABSENT, AGREES, findings
+from penstock.tools.characterize.matrix import Cell
 from penstock.tools.characterize.means import means, name
 from penstock.tools.characterize.memory import Kind, Limit
 from penstock.tools.characterize.results import Outcome
-from penstock.tools.characterize.tables import judged, times
+from penstock.tools.characterize.running import Course
+from penstock.tools.characterize.tables import judged, models, times
 
 __all__ = ["page"]
 
 
-def page(outcomes: Sequence[Outcome], folder: str, limits: Mapping[Kind, Limit]) -> Page:
-    """The report of one run or more, which are in a folder."""
+def page(
+    outcomes: Sequence[Outcome],
+    folder: str,
+    limits: Mapping[Kind, Limit],
+    course_of: Callable[[Cell], Course | None] = lambda _: None,
+) -> Page:
+    """The report of one run or more, which are in a folder.
+
+    Args:
+        course_of: what a host's link carried in a run of a cell, if its records are there.
+    """
     cells = means(outcomes)
     most = max(cells, key=lambda each: each.share)
     found = findings(outcomes)
@@ -38,7 +49,8 @@ def page(outcomes: Sequence[Outcome], folder: str, limits: Mapping[Kind, Limit])
         setting=_setting(outcomes, len(cells)),
         sections=[
             Section("The paper's findings", [judged(found)]),
-            *figures.sections(cells, limits),
+            *figures.sections(cells, limits, course_of),
+            Section("Table 1: the models", [models(outcomes)]),
             Section("In numbers", [times(outcomes)]),
             *([Section("What the records say of themselves", [problems[:20]])] if problems else []),
         ],

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.errors import PenstockError
 from penstock.profiling.record import Record
@@ -20,7 +21,7 @@ from penstock.tools.bench import machine
 from penstock.tools.characterize.matrix import Cell
 from penstock.tools.characterize.results import Outcome, Rates, outcome_of
 
-__all__ = ["RunFailed", "carried", "command_of", "environment_of", "fits", "run"]
+__all__ = ["COURSE_S", "Course", "RunFailed", "carried", "command_of", "course_of", "environment_of", "fits", "run"]
 
 
 class RunFailed(PenstockError):
@@ -149,6 +150,42 @@ def carried(records: Sequence[Record]) -> Rates:
     return Rates(*(sum(each[at] for each in found) / len(found) for at in range(3))) if found else Rates()
 
 
+class Course(NamedTuple):
+    """What the link of a host carried over time, in Mbit/s, between readings of its counters."""
+
+    seconds: list[float]
+    """The middle of each time."""
+    received: list[float]
+    sent: list[float]
+
+
+def course_of(folder: Path, cell: Cell) -> Course | None:
+    """Of rank 0's host in the first run of a cell, from its records in the folder; None if they are gone or tell nothing."""
+    from penstock.profiling.readers import load
+
+    try:
+        records = load(folder / f"{cell.key}.0")
+    except PenstockError:
+        return None
+    assert isinstance(records, list), "a folder of ours has records"
+    steps = [each for each in records if each.header.rank == 0 and not each.is_of_host and len(each.steps) > 2]
+    host = next((each for each in hosts(records) if steps and each.name == steps[0].header.host), None)
+    if host is None or not host.interfaces():
+        return None
+    received, sent = (host.counters.get(f"nic.{host.interfaces()[0]}.{way}_bytes") for way in ("rx", "tx"))
+    end = steps[0].steps[-1].end_ns
+    start = max(steps[0].steps[2].start_ns, end - round(COURSE_S * 1e9))
+    if received is None or sent is None or received.times_ns != sent.times_ns:
+        return None
+    times = [time_ns for time_ns in received.times_ns if start <= time_ns <= end]
+    course = Course([], [], [])
+    for first, last in itertools.pairwise(times):
+        course.seconds.append(((first + last) / 2 - start) / 1e9)
+        for rates, counted in ((course.received, received), (course.sent, sent)):
+            rates.append(8e3 * counted.grown(first, last) / (last - first))
+    return course if len(course.seconds) > 1 else None
+
+
 def _mbit(counted: Counter | None, start: int, end: int) -> list[float]:
     """The mean between two times, and the rate from each reading to the next; nothing with less than three readings."""
     times = [time_ns for time_ns in counted.times_ns if start <= time_ns <= end] if counted is not None else []
@@ -158,5 +195,6 @@ def _mbit(counted: Counter | None, start: int, end: int) -> list[float]:
     return [8e3 * counted.grown(first, last) / (last - first) for first, last in between]
 
 
+COURSE_S = 5.0
 _MOST_SAID = 10_000
 """Characters that are told of what a failed run printed last: torchrun says some thousand below the errors of its ranks."""

@@ -8,8 +8,9 @@ from penstock.reports import Column, Line, Table
 from penstock.tools.characterize.findings import ABSENT, Finding
 from penstock.tools.characterize.means import Means, means, network, size
 from penstock.tools.characterize.results import Mean, Outcome, compared
+from penstock.workloads.transformer.shapes import MODELS
 
-__all__ = ["comparison", "judged", "times"]
+__all__ = ["comparison", "judged", "models", "times"]
 
 
 def times(outcomes: Sequence[Outcome]) -> Table:
@@ -66,6 +67,28 @@ def comparison(before: Sequence[Outcome], after: Sequence[Outcome]) -> Table:
         Column("verdict", is_text=True),
     ]
     return Table("Before and after", columns, lines, groups=[Column("model", is_text=True)])
+
+
+def models(outcomes: Sequence[Outcome]) -> Table:
+    """Those of the runs, as the paper's table 1 has them."""
+    lines = []
+    for model in dict.fromkeys(each.cell.model for each in outcomes):
+        shape = MODELS.get(model)
+        if shape is None:  # of a folder from elsewhere
+            lines.append(Line([model, *[""] * 5]))
+            continue
+        kind = {"decoder": "decoder", "encoder": "encoder", "both": "encoder and decoder"}[shape.kind]
+        numbers = [f"{each:,}" for each in (shape.layers, shape.width, shape.heads)]
+        lines.append(Line([model, kind, *numbers, shape.source]))
+    columns = [
+        Column("model", is_text=True),
+        Column("architecture", is_text=True),
+        Column("layers", meaning="of an encoder and decoder, each"),
+        Column("hidden size"),
+        Column("attention heads"),
+        Column("from", is_text=True, meaning="table 1 is the paper's"),
+    ]
+    return Table("Models", columns, lines)
 
 
 def judged(found: Sequence[Finding]) -> Table:
