@@ -317,6 +317,31 @@ def test_threads_may_be_short(monkeypatch: pytest.MonkeyPatch) -> None:
         assert _enter(address) == {"id": 1} and failed
 
 
+def test_a_server_that_fails_after_its_door_has_opened() -> None:
+    """The second of its handlers' threads cannot be made: nothing of it stays, and the next server has the same address."""
+    ranks.run(_fails_late, count=1, env={**_ALONE, "PENSTOCK_SHM": "0"}, args=(_free_address(),))
+
+
+def _fails_late(address: str) -> None:
+    start = threading.Thread.start
+    before = set(threading.enumerate())
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "penstock-handler-1":
+            with socket.create_connection(("127.0.0.1", Address.parse(address).port)):  # clients can come in already
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = refuse  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        endpoint.serve("far", pulls={"w": b"0"}, address=address, secret="of all", threads=2)
+    threading.Thread.start = start  # type: ignore[method-assign]
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive(), thread
+    endpoint.serve("far", pulls={"w": b"1"}, address=address, secret="of all").close()
+
+
 @pytest.mark.parametrize("host", ["0", "0.0.0.0", "0.0", "::", "0:0:0:0:0:0:0:0"])
 def test_all_interfaces_are_no_address(host: str) -> None:
     """However it is written."""
