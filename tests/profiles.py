@@ -61,12 +61,14 @@ def data_parallel(
     wire_ns: int = 10_000_000,
     late_ns: dict[int, int] | None = None,
     evaluation_ns: dict[tuple[int, int], int] | None = None,
+    profiler_ns: dict[tuple[int, int], int] | None = None,
     buckets: int = 3,
     bucket_bytes: int = 25_000_000,
 ) -> list[Record]:
     """DDP on ``world`` ranks, all in step: buckets are issued evenly over the backward pass, the last at its end, and go over
     a wire that takes one at a time, each for ``wire_ns`` from when all have issued it and the one before is done. Ranks of
-    ``late_ns`` compute so much longer in the forward pass. Those of ``evaluation_ns``, by rank and step, evaluate before it.
+    ``late_ns`` compute so much longer in the forward pass. Those of ``evaluation_ns``, by rank and step, evaluate before it,
+    and those of ``profiler_ns`` are held up by torch's profiler at the start of the step.
 
     Each rank's means are then: loading, forward (and its delay), backward and optimizer as given; exposed is from the end of the
     backward's operators to the end of the last bucket.
@@ -76,7 +78,8 @@ def data_parallel(
     now = [1_000_000] * world
     for number in range(steps):
         begun = list(now)
-        evaluated = [begun[rank] + (evaluation_ns or {}).get((rank, number), 0) for rank in range(world)]
+        profiled = [begun[rank] + (profiler_ns or {}).get((rank, number), 0) for rank in range(world)]
+        evaluated = [profiled[rank] + (evaluation_ns or {}).get((rank, number), 0) for rank in range(world)]
         forward = [evaluated[rank] + loading_ns for rank in range(world)]
         backward = [forward[rank] + forward_ns + late.get(rank, 0) for rank in range(world)]
         issued = [
@@ -90,7 +93,8 @@ def data_parallel(
         for rank in range(world):
             done = ended[-1] + optimizer_ns
             spans = (
-                Span("evaluation", begun[rank], evaluated[rank]),
+                Span("profiler", begun[rank], profiled[rank]),
+                Span("evaluation", profiled[rank], evaluated[rank]),
                 Span("loading", evaluated[rank], forward[rank]),
                 # What is between the call and the backward pass, the loss, is forward.
                 Span("forward", forward[rank], backward[rank] - forward_ns // 10),

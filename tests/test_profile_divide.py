@@ -88,6 +88,36 @@ def test_an_evaluation_without_a_sample_is_waited_for() -> None:
     assert second.communication[SYNC].exposed_wire_ns == pytest.approx(10 * MS)
 
 
+@pytest.mark.parametrize(
+    ("late", "held"),
+    [
+        ({}, {(0, 5): 90, (1, 5): 20, (2, 5): 90}),
+        ({}, {(2, 6): 70, (1, 6): 5}),
+        ({}, {(0, 3): 200, (1, 7): 100}),
+        # Who is late anyway is held up longest; else the profiler would take the place of some of the usual wait.
+        ({1: 7 * MS}, {(0, 5): 20, (1, 5): 90, (2, 5): 90}),
+        ({1: 7 * MS}, {(1, 6): 70, (2, 6): 5, (1, 3): 50}),
+    ],
+)
+def test_who_waits_since_the_profiler_held_another_up_waits_for_the_profiler(
+    late: dict[int, int], held: dict[tuple[int, int], int]
+) -> None:
+    """Longer in one rank than in another: in a sampled step and in one without a sample. All else is as without the profiler."""
+    usual = divide(data_parallel(3, sampled=(3, 5), late_ns=late))
+    times = {key: ms * MS for key, ms in held.items()}
+    breakdown = divide(data_parallel(3, sampled=(3, 5), late_ns=late, profiler_ns=times))
+    for share, without_it in zip(breakdown.shares, usual.shares, strict=True):
+        longest = sum(
+            max(ms for (_, step), ms in times.items() if step == number) for number in {step for _, step in times}
+        )
+        assert share.work.get("profiler", 0.0) == pytest.approx(longest / 10, abs=2000), share
+        assert {**share.work, "profiler": 0.0} == pytest.approx({**without_it.work, "profiler": 0.0}, abs=2000)
+        for what in ("exposed_wire_ns", "exposed_wait_ns", "hidden_wire_ns"):
+            moving, moving_without = share.communication[SYNC], without_it.communication[SYNC]
+            assert getattr(moving, what) == pytest.approx(getattr(moving_without, what), abs=2000), what
+        assert sums_up(share) and set(moving.waited_for) == set(moving_without.waited_for)
+
+
 @pytest.mark.parametrize("why", ["it computes", "nobody is late", "autograd has its own thread"])
 def test_a_long_pass_without_a_sample_is_no_wait_by_itself(why: str) -> None:
     records = data_parallel(2, sampled=(3, 5), evaluation_ns={(0, 7): 100 * MS})

@@ -158,7 +158,8 @@ def _share(record: Record, judged: Turns, beginnings: Beginnings, problems: list
             own = courses.get(step.number, [])
             here = [course for course in previous if course.operation.ended_ns > step.start_ns] + own
             _add(sums.marked_sampled, worked)
-            _look(sums, step, sample, timeline, waits, here)
+            for key, ns in _look(sums, step, sample, timeline, waits, here).items():
+                lengths[-1][1][key] -= ns
             for course in own:
                 _add(sums.bytes, {course.purpose: course.operation.bytes})
                 _add(sums.operations, {course.purpose: 1})
@@ -189,7 +190,7 @@ def _take_late(
     samples: Mapping[int, Sample],
     beginnings: Beginnings,
 ) -> None:
-    """Move to `_Sums.late` what another rank's lateness explains in steps without a sample.
+    """Move to `_Sums.late`, or to the profiler, what another rank's lateness explains in steps without a sample.
 
     That is no more than what a backward pass or a wait lasts beyond the longest of a sampled step. Of a backward pass it is no
     more than what the thread had no processor for outside of marked waits, and nothing where autograd works in another thread.
@@ -211,16 +212,20 @@ def _take_late(
                 beyond = min(beyond, unused_ns if step.thread_ns else 0)
             if beyond < GAP_NS:
                 continue
-            late_ns, last = beginnings.lateness(rank, step.number, key)
-            late_ns = min(late_ns, beyond)
-            if last is None or late_ns < GAP_NS:
+            late_ns, _ = beginnings.lateness(rank, step.number, key)
+            moved_ns = min(late_ns, beyond)
+            if moved_ns < GAP_NS:
                 continue
             if key is None:
-                sums.marked["backward"] -= late_ns
+                sums.marked["backward"] -= moved_ns
             else:
-                sums.waits[key] -= late_ns
-            kind: Kind = (_purpose(sums, key), "wait", last)
-            _add(sums.late, {kind: late_ns})
+                sums.waits[key] -= moved_ns
+            usual_ns, last = beginnings.lateness(rank, step.number, key, without_profiler=True)
+            profiler_ns = moved_ns if last is None else min(moved_ns, max(0.0, late_ns - usual_ns))
+            _add(sums.marked, {"profiler": profiler_ns})
+            if last is not None:
+                kind: Kind = (_purpose(sums, key), "wait", last)
+                _add(sums.late, {kind: moved_ns - profiler_ns})
 
 
 def _purpose(sums: _Sums, key: Key) -> str:
@@ -239,10 +244,27 @@ def _look(
     timeline: list[Piece[str]],
     waits: list[Piece[tuple[str, str]]],
     courses: list[Course],
-) -> None:
-    """Add what a sample tells of its step."""
+) -> dict[Key, float]:
+    """Add what a sample tells of its step. Returns by how much torch's profiler has lengthened the backward pass, and marked
+    waits, since it held up another rank: that is counted as the profiler's, and as nothing else."""
     moving = flight(courses, step.start_ns, step.end_ns)
     unmarked = standing(step, sample, waits, moving)
+    longer: dict[Key, float] = {}
+    made = _first(
+        sorted([(a, b, None) for a, b, _ in waits] + unmarked), max((one.profiler_ns for one in courses), default=0)
+    )
+    if made:
+        for start, end, phase, _ in overlaps(timeline, _both(unmarked, made)):
+            _add(sums.marked, {phase: start - end})
+            _add(sums.marked_sampled, {phase: start - end})
+            longer[None] = longer.get(None, 0.0) + end - start
+        for start, end, marked, _ in overlaps(waits, made):
+            _add(sums.waits, {marked: start - end})
+            longer[marked] = longer.get(marked, 0.0) + end - start
+        _add(sums.marked, {"profiler": sum(end - start for start, end, _ in made)})
+        # What is on the wire meanwhile would have been while this rank computed.
+        _add(sums.hidden, _by_value((a, b, kind) for a, b, kind, _ in overlaps(moving, made) if kind[1] == "wire"))
+        moving, unmarked, waits = without(moving, made), without(unmarked, made), without(waits, made)
     for start, end, phase, _ in overlaps(timeline, unmarked):
         sums.unmarked[phase] = sums.unmarked.get(phase, 0) + end - start
     purpose_of = {(course.operation.name, course.operation.group): course.purpose for course in courses}
@@ -255,6 +277,22 @@ def _look(
     _add(sums.hidden, _by_value(without(moving, blocked)))
     late = [(course.operation.issued_ns, course.operation.ended_ns, None) for course in courses]
     sums.running_on += sum(b - a for a, b, _ in union(clipped(late, step.end_ns, 1 << 63)))
+    return longer
+
+
+def _first(pieces: list[Piece[None]], most_ns: float) -> list[Piece[None]]:
+    """As much of a timeline, from its start on."""
+    found = []
+    for start, end, _ in pieces:
+        if most_ns <= 0:
+            break
+        found.append((start, min(end, start + round(most_ns)), None))
+        most_ns -= end - start
+    return found
+
+
+def _both(first: list[Piece[None]], second: list[Piece[None]]) -> list[Piece[None]]:
+    return [(start, end, None) for start, end, _, _ in overlaps(first, second)]
 
 
 def _grouped(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from penstock.profiling.clocks import Clock
 from penstock.profiling.intervals import union
+from penstock.profiling.phases import held_up
 from penstock.profiling.record import Record, Step
 
 __all__ = ["Beginnings", "Key"]
@@ -27,16 +28,19 @@ class Beginnings:
         self._host = {record.header.rank: record.header.host for record in records}
         self._clock_of = clock_of
 
-    def lateness(self, rank: int, number: int, key: Key) -> tuple[float, int | None]:
+    def lateness(self, rank: int, number: int, key: Key, *, without_profiler: bool = False) -> tuple[float, int | None]:
         """How long after this rank the last one began it in this step, in ns, and which one that was. Where a step has several,
         the one for which this rank was first by most. O(ranks).
 
         What clocks of two hosts may be wrong by is not counted. A rank that began it more or fewer times is left out.
+
+        Args:
+            without_profiler: as if torch's profiler had held up nobody (`held_up`).
         """
-        own = self._began(rank, number, key)
+        own = self._began(rank, number, key, without_profiler)
         found: tuple[float, int | None] = (0.0, None)
         for other, host in self._host.items():
-            theirs = self._began(other, number, key) if other != rank else []
+            theirs = self._began(other, number, key, without_profiler) if other != rank else []
             if len(theirs) != len(own):
                 continue
             unsure = 0.0
@@ -46,11 +50,13 @@ class Beginnings:
                 found = max(found, (its - mine - unsure, other), key=lambda each: each[0])
         return found
 
-    def _began(self, rank: int, number: int, key: Key) -> list[int]:
+    def _began(self, rank: int, number: int, key: Key, without_profiler: bool) -> list[int]:
         """On the first host's clock."""
         step = self._steps[rank].get(number)
-        clock = self._clock_of[self._host[rank]]
-        return [] if step is None else [clock.on_first(time_ns) for time_ns in _starts(step, key)]
+        if step is None:
+            return []
+        clock, (late_ns, until_ns) = self._clock_of[self._host[rank]], held_up(step) if without_profiler else (0, 0)
+        return [clock.on_first(time_ns) - (late_ns if time_ns < until_ns else 0) for time_ns in _starts(step, key)]
 
 
 def _starts(step: Step, key: Key) -> list[int]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from penstock.profiling.breakdown import OTHER, PHASES
-from penstock.profiling.intervals import Piece, clipped, innermost, without
+from penstock.profiling.intervals import Piece, clipped, innermost, union, without
 from penstock.profiling.record import Step
 
-__all__ = ["marked_waits", "phases"]
+__all__ = ["held_up", "marked_waits", "phases"]
 
 
 def phases(step: Step) -> list[Piece[str]]:
@@ -44,6 +44,15 @@ def marked_waits(step: Step) -> list[Piece[tuple[str, str]]]:
     named = innermost([wait for wait in waits if wait[2][0]])
     rest = innermost([wait for wait in waits if not wait[2][0]])
     return sorted(named + without(rest, named)) if rest else named
+
+
+def held_up(step: Step) -> tuple[int, int]:
+    """For how long torch's profiler, which starts and stops between steps, made this rank late in a step, and until when it was
+    late by that: until it first waited for the others, in a marked wait or at the end of a backward pass."""
+    ends = [wait.end_ns for wait in step.waits] + [span.end_ns for span in step.spans if span.phase == "backward"]
+    until_ns = min(ends, default=step.end_ns)
+    spans = ((span.start_ns, span.end_ns, None) for span in step.spans if span.phase == "profiler")
+    return sum(end - start for start, end, _ in union(clipped(spans, step.start_ns, until_ns))), until_ns
 
 
 def _evaluated(outer: list[Piece[str]]) -> list[Piece[str]]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from penstock.profiling.breakdown import OTHER, PURPOSES
 from penstock.profiling.clocks import Clock
 from penstock.profiling.matching import Kind, Meeting
+from penstock.profiling.phases import held_up
 from penstock.profiling.record import Operation, Record
 
 __all__ = ["Course", "Turns", "turns"]
@@ -24,6 +25,8 @@ class Course(NamedTuple):
     """The rank that it waited for, if it waited and that is known."""
     is_known: bool
     """Whether its partners were found. If not, `turn_ns` means nothing."""
+    profiler_ns: int = 0
+    """Of the wait, what torch's profiler made: it held up the last rank for longer than this one."""
 
     @property
     def purpose(self) -> str:
@@ -54,6 +57,18 @@ def turns(records: Sequence[Record], met: Iterable[Meeting], clock_of: Mapping[s
     clock = {record.header.rank: clock_of[record.header.host] for record in records}
     unsure = {rank: each.precision_ns for rank, each in clock.items()}
     only_one_host = len(clock_of) == 1
+    held = {
+        (record.header.rank, step.number): held_up(step)
+        for record in records
+        for step in record.steps
+        if any(span.phase == "profiler" for span in step.spans)
+    }
+
+    def late_ns(rank: int, step: int, issued_ns: int) -> int:
+        """By how much this rank issued something later than without torch's profiler."""
+        by, until_ns = held.get((rank, step), (0, 0))
+        return by if issued_ns < until_ns else 0
+
     for meeting in met:
         if not meeting.is_whole:
             for rank, operation in meeting.parts:
@@ -68,21 +83,33 @@ def turns(records: Sequence[Record], met: Iterable[Meeting], clock_of: Mapping[s
         if meeting.kind is Kind.SEND:
             (sender, send), (receiver, receive) = parts
             wait = issues[0] - issues[1]
+            by = [late_ns(rank, meeting.step, operation.issued_ns) for rank, operation in parts]
             _add(found, sender, meeting.step, Course(send, send.issued_ns, None, True))
-            _judge(found, receiver, meeting.step, receive, wait, sender, unsure[sender] + unsure[receiver])
+            allowed = unsure[sender] + unsure[receiver]
+            _judge(found, receiver, meeting.step, receive, wait, wait - by[0] + by[1], sender, allowed)
             continue
         # Of those that issued together the lowest rank: parts are in order of rank.
         at = max(range(len(parts)), key=issues.__getitem__)
+        usual = issues
+        if held:
+            usual = [
+                issue - late_ns(rank, meeting.step, one.issued_ns)
+                for issue, (rank, one) in zip(issues, parts, strict=True)
+            ]
         for each, (rank, operation) in enumerate(parts):
-            last = at
+            here: Sequence[int] = range(len(parts))
             if meeting.kind is Kind.ROOTED:
                 # Data flow from or to a root only: a rank whose end came earlier did not wait for those that issued later.
                 end = issues[each] + operation.ended_ns - operation.issued_ns
-                here = [other for other in range(len(parts)) if issues[other] < end]
-                last = max(here, key=issues.__getitem__, default=each)
-            is_sure = meeting.kind is Kind.ALL
-            allowed = unsure[rank] + unsure[parts[last][0]] if is_sure else None
-            _judge(found, rank, meeting.step, operation, issues[last] - issues[each], parts[last][0], allowed)
+                here = [other for other in here if issues[other] < end] or [each]
+            last = at if meeting.kind is not Kind.ROOTED else max(here, key=issues.__getitem__)
+            wait = without = issues[last] - issues[each]
+            if held:
+                without = max(usual[other] for other in here) - usual[each]
+                if without < wait:  # else the profiler made nobody wait
+                    last = max(here, key=usual.__getitem__)
+            sure = unsure[rank] + unsure[parts[last][0]] if meeting.kind is Kind.ALL else None
+            _judge(found, rank, meeting.step, operation, wait, without, parts[last][0], sure)
     for steps in found.courses.values():
         for courses in steps.values():
             courses.sort(
@@ -92,16 +119,26 @@ def turns(records: Sequence[Record], met: Iterable[Meeting], clock_of: Mapping[s
 
 
 def _judge(
-    found: Turns, rank: int, step: int, operation: Operation, wait_ns: int, last: int, unsure_ns: float | None
+    found: Turns,
+    rank: int,
+    step: int,
+    operation: Operation,
+    wait_ns: int,
+    usual_ns: int,
+    last: int,
+    unsure_ns: float | None,
 ) -> None:
-    """Add an operation that waits so long for the last rank. It must end later, if `unsure_ns` says how wrong clocks may be."""
+    """Add an operation that waits so long for the last rank, and for ``usual_ns`` without torch's profiler. It must end later, if
+    ``unsure_ns`` says how wrong clocks may be."""
     length = operation.ended_ns - operation.issued_ns
     if unsure_ns is not None and wait_ns > length + unsure_ns + GRAIN_NS:
         found.impossible[rank] = found.impossible.get(rank, 0) + 1
         _add(found, rank, step, Course(operation, operation.issued_ns, None, False))
         return
     wait_ns = max(0, min(wait_ns, length))
-    _add(found, rank, step, Course(operation, operation.issued_ns + wait_ns, last if wait_ns else None, True))
+    profiler_ns = wait_ns - max(0, min(usual_ns, wait_ns))
+    whom = last if wait_ns > profiler_ns else None
+    _add(found, rank, step, Course(operation, operation.issued_ns + wait_ns, whom, True, profiler_ns))
 
 
 def _add(found: Turns, rank: int, step: int, course: Course) -> None:

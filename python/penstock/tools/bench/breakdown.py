@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -60,7 +60,7 @@ class Plan:
     late_rank: int
     late_phase: str
     """One of loading, forward and other: there this rank takes ``late`` more."""
-    steps: int = 48
+    steps: int = 60
 
 
 @dataclass(frozen=True)
@@ -150,21 +150,28 @@ def measure(plan: Plan, *, timeout_s: float) -> list[Outcome]:
         records = load(Path(folder))
         assert isinstance(records, list), "a folder of ours has records"
         noted = [json.loads(Path(notes, f"{rank}.json").read_text()) for rank in range(2)]
-        shares = divide([each for each in records if not each.is_of_host]).shares
-        return judged(plan.seed, noted, shares)
+        ranks = [each for each in records if not each.is_of_host]
+        disturbed = {
+            step.number for each in ranks for step in each.steps if any(span.phase == "profiler" for span in step.spans)
+        }
+        return judged(plan.seed, noted, divide(ranks).shares, disturbed)
 
 
-def judged(seed: int, noted: Sequence[Sequence[Mapping[str, int]]], shares: Sequence[Share]) -> list[Outcome]:
+def judged(
+    seed: int, noted: Sequence[Sequence[Mapping[str, int]]], shares: Sequence[Share], disturbed: Collection[int] = ()
+) -> list[Outcome]:
     """Each category of each rank beside the script's own. Pure.
 
     Args:
         noted: by rank, then by step: `breakdown_rank.Notes`, in ns.
+        disturbed: steps in which torch's profiler started or stopped. The script cannot tell what that costs, so what it says is
+            of the others; what the profile says is of all, without what it counts as the profiler's.
     """
     found = []
     for share in shares:
         own = noted[share.rank]
         rows = []
-        for at in range(WARM_UP_STEPS, len(own)):
+        for at in [at for at in range(WARM_UP_STEPS, len(own)) if at not in disturbed]:
             issued = max(step[at]["issued"] for step in noted)
             beside = max(step[at]["beside_issued"] for step in noted)
             row = {category: float(own[at].get(category, 0)) for category in (*WORK, "step")}
@@ -182,7 +189,7 @@ def judged(seed: int, noted: Sequence[Sequence[Mapping[str, int]]], shares: Sequ
             "exposed wait": sum(one.exposed_wait_ns for one in moving),
             "hidden wire": sum(one.hidden_wire_ns for one in moving),
             "hidden wait": sum(one.hidden_wait_ns for one in moving),
-            "step": share.step_ns,
+            "step": share.step_ns - share.work.get("profiler", 0.0),
         }
         found += [
             Outcome(seed, share.rank, category, means[category], told[category] / 1e6, means["step"])
