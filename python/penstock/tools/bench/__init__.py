@@ -5,6 +5,7 @@
   raw sockets.
 - `session`: the coordinator, which has all backends take turns. `backends` names them.
 - `sweep`: the command of a collective. `report`: its rows, table, JSON, chart and page.
+- `planted`: trainings with something wrong in them, for `causes`; `breakdown`, `predictions`, `recording`: the profile, measured.
 - `training`, `readiness`, `tuner`: subjects of their own, each with its command, its report and its ``_rank``; `program` runs
   those. `aggregated` is a package of three more. `figures`: the runs behind the published figures.
 - `options`, `output`: what the commands share. `cli`: all of them under one name.

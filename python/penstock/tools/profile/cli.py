@@ -86,7 +86,7 @@ def command(
                 raise click.ClickException(harmless(str(error))) from error
             return
         started = run.started(arguments)
-        for path in filter(None, (html, perfetto, csv, json)):
+        for path in filter(None, (html, perfetto, csv, json, kineto and kineto / "trace")):
             try:
                 check_writable(path)
             except OSError as error:
