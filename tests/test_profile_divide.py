@@ -77,15 +77,19 @@ def test_unsampled_steps_are_told_apart_as_the_sampled() -> None:
         assert one.work == pytest.approx(other.work) and one.communication == other.communication and sums_up(one)
 
 
-def test_an_evaluation_without_a_sample_is_waited_for() -> None:
-    """Rank 0 evaluates for 100 ms in a step without a sample: rank 1 waits for it in its backward pass, and does not compute."""
-    breakdown = divide(data_parallel(2, sampled=(3, 5), evaluation_ns={(0, 7): 100 * MS}))
+@pytest.mark.parametrize("where", [5, 7])
+def test_a_rare_evaluation_is_waited_for_in_its_step_alone(where: int) -> None:
+    """Rank 0 evaluates for 100 ms in a step with a sample, or without: rank 1 waits for it in its backward pass, and does not
+    compute; in no other step it waits."""
+    breakdown = divide(data_parallel(2, sampled=(3, 5), evaluation_ns={(0, where): 100 * MS}))
     first, second = breakdown.shares
     assert sums_up(first) and sums_up(second) and first.step_ns == second.step_ns == 88 * MS
     assert first.work["evaluation"] == 10 * MS and first.work["backward"] == pytest.approx(40 * MS)
     assert second.work["backward"] == pytest.approx(40 * MS)
-    assert second.communication[SYNC].waited_for == {0: pytest.approx(10 * MS)}
-    assert second.communication[SYNC].exposed_wire_ns == pytest.approx(10 * MS)
+    moving = second.communication[SYNC]
+    assert moving.exposed_ns == pytest.approx(20 * MS) and set(moving.waited_for) == {0}
+    # In a sampled step it is seen that the first two buckets, which usually are hidden, move after the wait.
+    assert moving.exposed_wire_ns == pytest.approx((12 if where == 5 else 10) * MS, rel=1e-5)
 
 
 @pytest.mark.parametrize(

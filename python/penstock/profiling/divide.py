@@ -13,7 +13,7 @@ from penstock.numbers import plural
 from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Breakdown, Moving, Share
 from penstock.profiling.clocks import WALL_AGREES_NS, Clock, clocks
 from penstock.profiling.intervals import Piece, clipped, overlaps, union, without
-from penstock.profiling.lateness import Beginnings, Key
+from penstock.profiling.lateness import Beginnings, Key, Lateness
 from penstock.profiling.matching import by_rank, meetings
 from penstock.profiling.phases import marked_waits, phases
 from penstock.profiling.record import Record, Sample, Step
@@ -124,8 +124,12 @@ class _Sums:
     """Marked waits by operation and group, in all steps."""
     exposed: dict[Key, dict[Kind, float]] = field(default_factory=dict)
     """What they were in sampled steps; without a key, what `unmarked` was."""
+    unusual: dict[Key, dict[Kind, float]] = field(default_factory=dict)
+    """Of that, while another rank came later than usual: nothing follows from it for steps without a sample."""
+    unusual_phases: dict[str, float] = field(default_factory=dict)
+    """The same of `unmarked`."""
     late: dict[Kind, float] = field(default_factory=dict)
-    """In steps without a sample: waits for a rank that came later than ever in a sampled one. In no other sum."""
+    """In steps without a sample: waits for a rank that came later than usual. In no other sum."""
     hidden: dict[Kind, float] = field(default_factory=dict)
     bytes: dict[str, float] = field(default_factory=dict)
     operations: dict[str, float] = field(default_factory=dict)
@@ -144,6 +148,7 @@ def _share(record: Record, judged: Turns, beginnings: Beginnings, problems: list
     sums = _Sums()
     sampled = 0
     previous: list[Course] = []
+    usual = _usual_lateness(rank, steps, beginnings)
     lengths: list[tuple[Step, dict[Key, float]]] = []
     for step in steps:
         sample = samples.get(step.number)
@@ -158,13 +163,17 @@ def _share(record: Record, judged: Turns, beginnings: Beginnings, problems: list
             own = courses.get(step.number, [])
             here = [course for course in previous if course.operation.ended_ns > step.start_ns] + own
             _add(sums.marked_sampled, worked)
-            for key, ns in _look(sums, step, sample, timeline, waits, here).items():
+            excess = {}
+            for key, ns in usual.items():
+                late = beginnings.lateness(rank, step.number, key, without_profiler=True)
+                excess[key] = late.ns - ns if late is not None else 0.0
+            for key, ns in _look(sums, step, sample, timeline, waits, here, excess).items():
                 lengths[-1][1][key] -= ns
             for course in own:
                 _add(sums.bytes, {course.purpose: course.operation.bytes})
                 _add(sums.operations, {course.purpose: 1})
             previous = own
-    _take_late(sums, rank, lengths, samples, beginnings)
+    _take_late(sums, rank, lengths, samples, beginnings, usual)
     if sampled == 0:
         problems.append(
             f"rank {rank} has no sampled step after its first {_warm_up(record)}: its communication is not told apart, exposed "
@@ -189,11 +198,13 @@ def _take_late(
     lengths: list[tuple[Step, dict[Key, float]]],
     samples: Mapping[int, Sample],
     beginnings: Beginnings,
+    usual: Mapping[Key, float],
 ) -> None:
-    """Move to `_Sums.late`, or to the profiler, what another rank's lateness explains in steps without a sample.
+    """Move to `_Sums.late`, or to the profiler, what unusual lateness of another rank explains in steps without a sample.
 
-    That is no more than what a backward pass or a wait lasts beyond the longest of a sampled step. Of a backward pass it is no
-    more than what the thread had no processor for outside of marked waits, and nothing where autograd works in another thread.
+    That is no more than what a backward pass or a wait lasts beyond the longest of a sampled step, without such lateness. Of a
+    backward pass it is no more than what the thread had no processor for outside of marked waits, and nothing where autograd
+    works in another thread.
     """
     longest: dict[Key, float] = {}
     for step, by_key in lengths:
@@ -212,20 +223,34 @@ def _take_late(
                 beyond = min(beyond, unused_ns if step.thread_ns else 0)
             if beyond < GAP_NS:
                 continue
-            late_ns, _ = beginnings.lateness(rank, step.number, key)
-            moved_ns = min(late_ns, beyond)
-            if moved_ns < GAP_NS:
+            late = beginnings.lateness(rank, step.number, key)
+            moved_ns = min(late.ns - usual.get(key, 0.0), beyond) if late is not None else 0.0
+            if late is None or moved_ns < GAP_NS:
                 continue
             if key is None:
                 sums.marked["backward"] -= moved_ns
             else:
                 sums.waits[key] -= moved_ns
-            usual_ns, last = beginnings.lateness(rank, step.number, key, without_profiler=True)
-            profiler_ns = moved_ns if last is None else min(moved_ns, max(0.0, late_ns - usual_ns))
+            without_it = beginnings.lateness(rank, step.number, key, without_profiler=True) or Lateness(0.0, None)
+            profiler_ns = min(moved_ns, max(0.0, late.ns - without_it.ns)) if without_it.last is not None else moved_ns
             _add(sums.marked, {"profiler": profiler_ns})
-            if last is not None:
-                kind: Kind = (_purpose(sums, key), "wait", last)
+            if without_it.last is not None:
+                kind: Kind = (_purpose(sums, key), "wait", without_it.last)
                 _add(sums.late, {kind: moved_ns - profiler_ns})
+
+
+def _usual_lateness(rank: int, steps: list[Step], beginnings: Beginnings) -> dict[Key, float]:
+    """How much later than this rank the last one begins a backward pass, and each marked wait: medians, in ns."""
+    found: dict[Key, list[float]] = {}
+    for step in steps:
+        keys: set[Key] = {(wait.operation, wait.group) for wait in step.waits}
+        if any(span.phase == "backward" for span in step.spans):
+            keys.add(None)
+        for key in keys:
+            late = beginnings.lateness(rank, step.number, key, without_profiler=True)
+            if late is not None:
+                found.setdefault(key, []).append(late.ns)
+    return {key: statistics.median(each) for key, each in found.items()}
 
 
 def _purpose(sums: _Sums, key: Key) -> str:
@@ -244,9 +269,14 @@ def _look(
     timeline: list[Piece[str]],
     waits: list[Piece[tuple[str, str]]],
     courses: list[Course],
+    excess: Mapping[Key, float],
 ) -> dict[Key, float]:
-    """Add what a sample tells of its step. Returns by how much torch's profiler has lengthened the backward pass, and marked
-    waits, since it held up another rank: that is counted as the profiler's, and as nothing else."""
+    """Add what a sample tells of its step. Returns by how much a backward pass, and marked waits, are longer than in usual steps:
+    torch's profiler has held up another rank, which counts as the profiler's and as nothing else; or another was late.
+
+    Args:
+        excess: by how much the last rank began a backward pass, and each marked wait, later than usual.
+    """
     moving = flight(courses, step.start_ns, step.end_ns)
     unmarked = standing(step, sample, waits, moving)
     longer: dict[Key, float] = {}
@@ -267,14 +297,25 @@ def _look(
         moving, unmarked, waits = without(moving, made), without(unmarked, made), without(waits, made)
     for start, end, phase, _ in overlaps(timeline, unmarked):
         sums.unmarked[phase] = sums.unmarked.get(phase, 0) + end - start
+    blocked = sorted(
+        [(a, b, key) for a, b, key in waits] + [(a, b, None) for a, b, _ in unmarked], key=lambda each: each[0]
+    )
+    if blocked and excess.get(blocked[0][2], 0.0) >= GAP_NS:
+        # Until it has waited for them, this rank is earlier than the others.
+        unusual = _first([(a, b, None) for a, b, _ in blocked], excess[blocked[0][2]])
+        for start, end, phase, _ in overlaps(timeline, _both(unmarked, unusual)):
+            _add(sums.unusual_phases, {phase: end - start})
+        for start, end, key, _ in overlaps(blocked, unusual):
+            longer[key] = longer.get(key, 0.0) + end - start
+            _add(sums.unusual.setdefault(key, {}), _by_value(clipped(moving, start, end)))
     purpose_of = {(course.operation.name, course.operation.group): course.purpose for course in courses}
     exposed = sums.exposed.setdefault(None, {})
     for start, end, kind, _ in overlaps(moving, unmarked):
         exposed[kind] = exposed.get(kind, 0) + end - start
     for piece, inside in _grouped(waits, moving):
         _add(sums.exposed.setdefault(piece[2], {}), _within(piece, inside, purpose_of))
-    blocked = union([*((a, b, None) for a, b, _ in waits), *unmarked])
-    _add(sums.hidden, _by_value(without(moving, blocked)))
+    still = union([*((a, b, None) for a, b, _ in waits), *unmarked])
+    _add(sums.hidden, _by_value(without(moving, still)))
     late = [(course.operation.issued_ns, course.operation.ended_ns, None) for course in courses]
     sums.running_on += sum(b - a for a, b, _ in union(clipped(late, step.end_ns, 1 << 63)))
     return longer
@@ -335,18 +376,32 @@ def _mean(rank: int, steps: list[Step], sampled: int, sums: _Sums) -> Share:
         marked = sums.marked.get(phase, 0.0)
         seen = sums.marked_sampled.get(phase, 0.0)
         unmarked = sums.unmarked.get(phase, 0.0)
-        if seen:
+        unusual = sums.unusual_phases.get(phase, 0.0)
+        if seen - unusual > 0:
             # In steps without a sample the same part of the phase.
-            unmarked += unmarked / seen * (marked - seen)
-        still += unmarked
+            as_usual = max(0.0, unmarked - unusual) / (seen - unusual) * (marked - seen)
+            unmarked += as_usual
+            still += as_usual
         if marked - unmarked > 0:
             work[phase] = (marked - unmarked) / count
     exposed: dict[Kind, float] = {kind: late / count for kind, late in sums.late.items()}
-    amounts: list[tuple[Key, float]] = [*sums.waits.items(), (None, still)]
-    for key, amount in amounts:
-        if not amount:
+    amounts: dict[Key, float] = {**dict[Key, float](sums.waits.items()), None: still}
+    for key, seen_in in sums.exposed.items():
+        _add(exposed, {kind: part / count for kind, part in seen_in.items()})
+        if key is not None:
+            amounts[key] -= sum(seen_in.values())
+    for key, amount in amounts.items():
+        # Of steps without a sample.
+        if amount <= 0:
             continue
-        as_sampled = sums.exposed.get(key, {})
+        unusual_kinds = sums.unusual.get(key, {})
+        seen_in = sums.exposed.get(key, {})
+        as_sampled = {
+            kind: part - unusual_kinds.get(kind, 0.0)
+            for kind, part in seen_in.items()
+            if part > unusual_kinds.get(kind, 0.0)
+        }
+        as_sampled = as_sampled or seen_in
         total = sum(as_sampled.values())
         for kind, part in (as_sampled if total else {(OTHER, "unknown", None): 1.0}).items():
             _add(exposed, {kind: amount / count * (part / total if total else 1.0)})

@@ -1,18 +1,32 @@
-"""How much later than one rank another began what both do in a step without a sample: a backward pass, or a marked wait."""
+"""How much later than one rank another began what both do in a step: a backward pass, or a marked wait."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from penstock.profiling.clocks import Clock
 from penstock.profiling.intervals import union
 from penstock.profiling.phases import held_up
 from penstock.profiling.record import Record, Step
 
-__all__ = ["Beginnings", "Key"]
+__all__ = ["Beginnings", "Key", "Lateness"]
 
 Key = tuple[str, str] | None
 """Operation and group of a marked wait; None for the backward pass."""
+
+
+class Lateness(NamedTuple):
+    """Of the rank that began last."""
+
+    ns: float
+    """After this rank; 0 if this one was the last."""
+    last: int | None
+    """Which one it was, if it was later."""
+
+
+_Begun = dict[str, list[tuple[int, int]]]
+"""Of one occurrence, by host: when ranks began it, on the first host's clock, and the ranks. Of each host the last two."""
 
 
 class Beginnings:
@@ -27,28 +41,48 @@ class Beginnings:
         self._steps = {record.header.rank: {step.number: step for step in record.steps} for record in records}
         self._host = {record.header.rank: record.header.host for record in records}
         self._clock_of = clock_of
+        self._known: dict[tuple[int, Key, bool], dict[int, list[_Begun]]] = {}
 
-    def lateness(self, rank: int, number: int, key: Key, *, without_profiler: bool = False) -> tuple[float, int | None]:
-        """How long after this rank the last one began it in this step, in ns, and which one that was. Where a step has several,
-        the one for which this rank was first by most. O(ranks).
+    def lateness(self, rank: int, number: int, key: Key, *, without_profiler: bool = False) -> Lateness | None:
+        """How long after this rank the last one began it in this step. Where a step has several, of the one for which this rank
+        was first by most. None if no other rank began it as often. O(hosts), and once O(ranks).
 
-        What clocks of two hosts may be wrong by is not counted. A rank that began it more or fewer times is left out.
+        What clocks of two hosts may be wrong by is not counted.
 
         Args:
             without_profiler: as if torch's profiler had held up nobody (`held_up`).
         """
         own = self._began(rank, number, key, without_profiler)
-        found: tuple[float, int | None] = (0.0, None)
-        for other, host in self._host.items():
-            theirs = self._began(other, number, key, without_profiler) if other != rank else []
-            if len(theirs) != len(own):
-                continue
-            unsure = 0.0
-            if host != self._host[rank]:
-                unsure = self._clock_of[host].likely_wrong_ns + self._clock_of[self._host[rank]].likely_wrong_ns
-            for mine, its in zip(own, theirs, strict=True):
-                found = max(found, (its - mine - unsure, other), key=lambda each: each[0])
+        alike = self._all(number, key, without_profiler).get(len(own), [])
+        found: Lateness | None = None
+        for mine, begun in zip(own, alike, strict=False):
+            for host, lasts in begun.items():
+                unsure = 0.0
+                if host != self._host[rank]:
+                    unsure = self._clock_of[host].likely_wrong_ns + self._clock_of[self._host[rank]].likely_wrong_ns
+                for its, other in lasts:
+                    if other == rank:
+                        continue
+                    by_ns = its - mine - unsure
+                    if found is None:
+                        found = Lateness(0.0, None)
+                    if by_ns > found.ns:
+                        found = Lateness(by_ns, other)
         return found
+
+    def _all(self, number: int, key: Key, without_profiler: bool) -> dict[int, list[_Begun]]:
+        """By how often ranks began it."""
+        known = self._known.get((number, key, without_profiler))
+        if known is None:
+            known = self._known[number, key, without_profiler] = {}
+            for rank, host in self._host.items():
+                times = self._began(rank, number, key, without_profiler)
+                if not times:
+                    continue
+                begun: list[_Begun] = known.setdefault(len(times), [{} for _ in times])
+                for at, time_ns in enumerate(times):
+                    begun[at][host] = sorted([*begun[at].get(host, []), (time_ns, rank)])[-2:]
+        return known
 
     def _began(self, rank: int, number: int, key: Key, without_profiler: bool) -> list[int]:
         """On the first host's clock."""

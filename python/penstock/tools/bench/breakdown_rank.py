@@ -115,11 +115,11 @@ def train(plan: Plan, folder: Path) -> None:
             with noted("clip"):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             if number % 4 == 3:
-                with noted("evaluation"), torch.no_grad():
-                    model.module.eval()
+                model.module.eval()
+                with torch.no_grad(), noted("evaluation"):
                     model.module(batch)
                     model.module(batch)
-                    model.module.train()
+                model.module.train()
                 with noted("checkpoint"):
                     torch.save(saved, os.path.join(place, "checkpoint.pt"))
             optimizer.step()
