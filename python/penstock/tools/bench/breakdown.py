@@ -60,7 +60,7 @@ class Plan:
     late_rank: int
     late_phase: str
     """One of loading, forward and other: there this rank takes ``late`` more."""
-    steps: int = 60
+    steps: int = 120
 
 
 @dataclass(frozen=True)

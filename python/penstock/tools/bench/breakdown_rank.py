@@ -133,7 +133,7 @@ def train(plan: Plan, folder: Path) -> None:
 
 def _compute(ms: float) -> None:
     """Operators of torch on this thread, for so long on the clock."""
-    matrix = torch.ones(64, 64)
+    matrix = torch.ones(192, 192)  # half a millisecond: few operators, so that samples are cheap and there are many
     end_ns = time.monotonic_ns() + round(1e6 * ms)
     while time.monotonic_ns() < end_ns:
         torch.mm(matrix, matrix)
