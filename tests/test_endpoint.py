@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import os
 import pathlib
 import random
 import re
 import signal
+import socket
+import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +30,7 @@ import forked
 import penstock
 import ranks
 from penstock import endpoint, errors
+from penstock.runtime import process
 
 # Whether a message is copied, inlined, granted or a reference depends on these; one is odd, one larger than a frame.
 SIZES = [0, 1, 8192, 8193, 32_769, 100_001, 5 << 20]
@@ -823,6 +828,70 @@ def _forgets() -> int:
     client.push("data", b"x").wait()
     _forgotten.append(client)  # it lives until the interpreter ends
     return 0
+
+
+def test_a_script_that_leaves_its_server_open(tmp_path: pathlib.Path) -> None:
+    """The end of the script closes it, and waits for that only as long as it takes."""
+    script = tmp_path / "serves.py"
+    script.write_text(
+        "import sys, penstock.endpoint as endpoint\n"
+        "servers = [endpoint.serve(f's{n}', pulls={'w': b'x'}, address=f'127.0.0.1:{port}', secret='of this test alone')\n"
+        "           for n, port in enumerate(sys.argv[1:])]\n"
+    )
+    for _ in range(5):
+        with contextlib.ExitStack() as stack:
+            free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
+            ports = [str(each.getsockname()[1]) for each in free]
+        done = forked.run([sys.executable, str(script), *ports], timeout=60, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_what_is_removed_is_served_by_the_rest() -> None:
+    """Of a name below another one: from then on it is that of the other one."""
+    assert ranks.run(_removes, count=2)[0] == ["exact", "tree"]
+
+
+def _removes() -> list[str]:
+    if os.environ["RANK"] == "1":
+        with endpoint.connect("removes") as client:
+            client.push("a/b", b"x").wait()
+            client.request("go").wait()
+            client.push("a/b", b"x").wait()
+            client.push("bye", None).wait()
+        return []
+    done, seen = threading.Event(), list[str]()
+    pushes = {
+        "a/": lambda _: seen.append("tree"),
+        "a/b": lambda _: seen.append("exact"),
+        "bye": lambda _: done.set(),
+    }
+    with endpoint.serve("removes", pushes=pushes) as server:
+        server.on_request("go", lambda _: server.remove("push", "a/b"))
+        assert done.wait(30)
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_client_that_is_forgotten_keeps_no_engine() -> None:
+    """Once it is collected, and nothing else uses the engine, that ends."""
+    ranks.run(_forgets_a_client, count=2)
+
+
+def _forgets_a_client() -> None:
+    if os.environ["RANK"] == "0":
+        done = threading.Event()
+        with endpoint.serve("forgets", pushes={"bye": lambda _: done.set()}):
+            assert done.wait(60)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        client = endpoint.connect("forgets")
+        del client
+        gc.collect()
+        _until(lambda: process.Engine.current is None)
+    with endpoint.connect("forgets") as client:
+        client.push("bye", None).wait()
+    assert process.Engine.current is None
 
 
 # -------------------------------------------------------------------------------------------------------------- helpers

@@ -708,6 +708,7 @@ def test_groups_aggregation_and_complaints_are_metrics_too() -> None:
         "groups": [["default/0", 2.0, 30.0, 1.0, None], ["tensor/0", 2.0, 4.0, 0.0, "rank 1 has left"]],
         "aggregated": [
             ["default/0", "10.0.0.1:7400", None, 5e6, 7.0, 1.0, None],
+            ["default/0", "10.0.0.2:7400", None, 5e6, 0.0, 0.0, None],
             ["default/1", "s", "rack", 0.0, 0.0, 0.0, "why"],
         ],
         "complaints": [[1.0, "one"], [2.0, "two"]],
@@ -723,7 +724,7 @@ def test_groups_aggregation_and_complaints_are_metrics_too() -> None:
         'group_operations_active{group="default/0"}': 1,
         'group_failed{group="default/0"}': 0,
         'group_failed{group="tensor/0"}': 1,
-        f"aggregated_bytes_per_second{first}": 5e6,
+        'aggregated_bytes_per_second{rank="0",group="default/0"}': 5e6,
         f"aggregated_repeated_blocks_total{first}": 7,
         f"aggregated_bypasses_total{first}": 1,
         f"aggregated_fallen_back{first}": 0,
@@ -737,6 +738,20 @@ def test_groups_aggregation_and_complaints_are_metrics_too() -> None:
         told["aggregated_MB_per_s"] == 5 and told["aggregated_blocks_again"] == 7 and told["aggregators_bypassed"] == 1
     )
     assert told["segments_retransmitted_per_s"] == 4
+
+
+def test_channels_of_the_same_name_are_told_apart() -> None:
+    """As two reducers have them; also names that are cut."""
+    channel = {"name": "buckets", "issued": 3, "active": 0, "failed": None}
+    groups = [
+        {"name": "default", "world": 2, "issued": 1, "active": 0, "failed": None, "channels": [channel, channel]},
+        *(
+            {"name": "x" * 70 + end, "world": 2, "issued": 1, "active": 0, "failed": None, "channels": []}
+            for end in "ab"
+        ),
+    ]
+    names = [row[0] for row in own._groups(groups)]
+    assert len(set(names)) == 5 and {"default/buckets", "default/buckets (2)"} < set(names)
 
 
 def test_metrics_with_labels_of_any_text() -> None:

@@ -152,6 +152,18 @@ fn a_server_ends_amid_calls() {
     }
 }
 
+/// Who closes a server twice, as a script's end and its owner may, hears of the end both times.
+#[test]
+fn a_server_is_closed_twice() {
+    for _ in 0..50 {
+        let server = Server::start("test", LIMITS).expect("started");
+        let tickets = [server.close(Duration::from_secs(2)), server.close(Duration::from_secs(2))];
+        for ticket in tickets {
+            ticket.wait(Some(Duration::from_secs(10))).expect("in time").expect("closed");
+        }
+    }
+}
+
 /// A server with its handlers, and the engine that it is on.
 struct Serving {
     engine: Engine,

@@ -223,6 +223,10 @@ impl<F> Stream<F> {
         (rate > 0.0).then(|| (bytes as f64 / rate * 1e9) as u64)
     }
 
+    pub(crate) fn awaits_acks(&self) -> bool {
+        !self.in_flight.is_empty()
+    }
+
     /// For how long this stream has brought no ack, beyond a round trip, although frames are in flight.
     pub(crate) fn silence(&self, now: Time) -> u64 {
         let Some(oldest) = self.in_flight.front() else { return 0 };

@@ -43,8 +43,9 @@ def text(job: Snapshot) -> str:
             for row in each["aggregated"]
         ]
 
+    rates = {(rank, row[0]): row[3] for rank, each in known.items() if rank in job.live for row in each["aggregated"]}
     hosts: dict[str, float] = {}
-    for each in known.values():
+    for each in (each for rank, each in known.items() if rank in job.live):
         hosts[each["host"]] = max(hosts.get(each["host"], 0.0), each["retransmitted_per_s"])
     up = [({"rank": each.rank}, float(each.rank in job.live)) for each in job.ranks]
     links = [({"host": link.host}, link) for link in job.links]
@@ -87,8 +88,8 @@ def text(job: Snapshot) -> str:
         (
             "aggregated_bytes_per_second",
             "gauge",
-            "Of tensors, through aggregators.",
-            of_aggregated(lambda row: float(row[3])),
+            "Of tensors of a group, through aggregators.",
+            [({"rank": rank, "group": group}, rate) for (rank, group), rate in rates.items()],
         ),
         ("aggregated_repeated_blocks_total", "counter", "Blocks sent again.", of_aggregated(lambda row: float(row[4]))),
         ("aggregated_bypasses_total", "counter", "Aggregators passed by.", of_aggregated(lambda row: float(row[5]))),

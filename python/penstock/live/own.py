@@ -234,13 +234,21 @@ def retransmitted() -> float:
 def _groups(groups: Sequence[dict[str, Any]]) -> list[list[Any]]:
     """Those with the most under way: name, ranks, operations issued, under way, why it failed."""
     rows = []
+    known: collections.Counter[str] = collections.Counter()
+
+    def named(name: str) -> str:
+        """Channels of several reducers have the same name."""
+        name = name[:_NAME]
+        known[name] += 1
+        return name if known[name] == 1 else f"{name} ({known[name]})"
+
     for group in groups:
-        rows.append([group["name"], group["world"], group["issued"], group["active"], group["failed"]])
+        rows.append([named(group["name"]), group["world"], group["issued"], group["active"], group["failed"]])
         for channel in group["channels"]:
-            name = f"{group['name']}/{channel['name']}"
+            name = named(f"{group['name']}/{channel['name']}")
             rows.append([name, group["world"], channel["issued"], channel["active"], channel["failed"]])
     rows.sort(key=lambda row: (row[4] is None, -row[3], -row[2]))
-    return [[row[0][:_NAME], *row[1:4], row[4] and row[4][:_TEXT]] for row in rows[:_GROUPS]]
+    return [[*row[:4], row[4] and row[4][:_TEXT]] for row in rows[:_GROUPS]]
 
 
 def _aggregated(

@@ -47,10 +47,12 @@ def scalars(job: Snapshot) -> dict[str, float]:
         found |= {"sent_MB_per_s": link.sent / 1e6, "received_MB_per_s": link.received / 1e6}
         if link.is_telling:
             found["link_share"] = link.share
-    known = [each.numbers for each in job.ranks if each.numbers is not None]
+    known = [each.numbers for each in job.ranks if each.numbers is not None and each.rank in job.live]
     aggregated = [row for each in known for row in each["aggregated"]]
     if aggregated:
-        found["aggregated_MB_per_s"] = sum(row[3] for row in aggregated) / 1e6
+        # Each server's row has the rate of its group.
+        groups = [{row[0]: row[3] for row in each["aggregated"]} for each in known]
+        found["aggregated_MB_per_s"] = sum(sum(each.values()) for each in groups) / 1e6
         found["aggregated_blocks_again"] = sum(row[4] for row in aggregated)
         found["aggregators_bypassed"] = sum(row[5] for row in aggregated)
     if known:

@@ -42,7 +42,7 @@ def divide(records: Sequence[Record]) -> Breakdown:
     judged = turns(ranks, met, clock_of)
     problems += said + _about_ranks(ranks)
     shares = []
-    beginnings = Beginnings(ranks, clock_of)
+    beginnings = Beginnings(ranks, met, clock_of)
     for record in ranks:
         share = _share(record, judged, beginnings, problems)
         if share is not None:
@@ -149,7 +149,7 @@ def _share(record: Record, judged: Turns, beginnings: Beginnings, problems: list
     sampled = 0
     previous: list[Course] = []
     usual = _usual_lateness(rank, steps, beginnings)
-    lengths: list[tuple[Step, dict[Key, float]]] = []
+    lengths: list[_Length] = []
     for step in steps:
         sample = samples.get(step.number)
         timeline, waits = phases(step), marked_waits(step)
@@ -157,7 +157,9 @@ def _share(record: Record, judged: Turns, beginnings: Beginnings, problems: list
         waited = _by_value(waits)
         _add(sums.marked, worked)
         _add(sums.waits, waited)
-        lengths.append((step, {None: worked.get("backward", 0.0), **dict[Key, float](waited.items())}))
+        unused_ns = step.end_ns - step.start_ns - sum(waited.values()) - step.thread_ns
+        by_key = {None: worked.get("backward", 0.0), **dict[Key, float](waited.items())}
+        lengths.append(_Length(step, sample is not None, by_key, unused_ns))
         if sample is not None:
             sampled += 1
             own = courses.get(step.number, [])
@@ -168,12 +170,14 @@ def _share(record: Record, judged: Turns, beginnings: Beginnings, problems: list
                 late = beginnings.lateness(rank, step.number, key, without_profiler=True)
                 excess[key] = late.ns - ns if late is not None else 0.0
             for key, ns in _look(sums, step, sample, timeline, waits, here, excess).items():
-                lengths[-1][1][key] -= ns
+                lengths[-1].by_key[key] -= ns
+                lengths[-1].unused_ns -= ns
             for course in own:
                 _add(sums.bytes, {course.purpose: course.operation.bytes})
                 _add(sums.operations, {course.purpose: 1})
             previous = own
-    _take_late(sums, rank, lengths, samples, beginnings, usual)
+    can_stand = not any(sample.device is not None or not sample.busy for sample in samples.values())
+    _take_late(sums, rank, lengths, beginnings, usual, can_stand)
     if sampled == 0:
         problems.append(
             f"rank {rank} has no sampled step after its first {_warm_up(record)}: its communication is not told apart, exposed "
@@ -192,36 +196,48 @@ def _share(record: Record, judged: Turns, beginnings: Beginnings, problems: list
     return _mean(rank, steps, sampled, sums)
 
 
+@dataclass
+class _Length:
+    """Of a step, in ns. Of a sampled one without what makes it longer than usual ones (`_look`)."""
+
+    step: Step
+    is_sampled: bool
+    by_key: dict[Key, float]
+    """Of marked waits, and of the backward pass without them."""
+    unused_ns: float
+    """In which the thread used no processor, without marked waits."""
+
+
 def _take_late(
     sums: _Sums,
     rank: int,
-    lengths: list[tuple[Step, dict[Key, float]]],
-    samples: Mapping[int, Sample],
+    lengths: list[_Length],
     beginnings: Beginnings,
     usual: Mapping[Key, float],
+    can_stand: bool,
 ) -> None:
     """Move to `_Sums.late`, or to the profiler, what unusual lateness of another rank explains in steps without a sample.
 
-    That is no more than what a backward pass or a wait lasts beyond the longest of a sampled step, without such lateness. Of a
-    backward pass it is no more than what the thread had no processor for outside of marked waits, and nothing where autograd
-    works in another thread.
+    That is no more than what a backward pass or a wait lasts beyond the longest of a sampled step. Of a backward pass it is no
+    more than what the thread used no processor for beyond that, either.
+
+    Args:
+        can_stand: whether a backward pass can stand still: autograd does not work in another thread.
     """
     longest: dict[Key, float] = {}
-    for step, by_key in lengths:
-        if step.number in samples:
-            for key, ns in by_key.items():
+    idle_ns = 0.0
+    for one in lengths:
+        if one.is_sampled:
+            idle_ns = max(idle_ns, one.unused_ns)
+            for key, ns in one.by_key.items():
                 longest[key] = max(longest.get(key, 0.0), ns)
-    if any(sample.device is not None or not sample.busy for sample in samples.values()):
-        longest.pop(None, None)
-    for step, by_key in lengths:
-        if step.number in samples:
-            continue
-        for key, ns in by_key.items():
+    for one in lengths:
+        step = one.step
+        for key, ns in one.by_key.items():
             beyond = ns - longest.get(key, ns)
             if key is None:
-                unused_ns = step.end_ns - step.start_ns - sum(by_key.values()) + ns - step.thread_ns
-                beyond = min(beyond, unused_ns if step.thread_ns else 0)
-            if beyond < GAP_NS:
+                beyond = min(beyond, one.unused_ns - idle_ns) if can_stand and step.thread_ns else 0.0
+            if one.is_sampled or beyond < GAP_NS:
                 continue
             late = beginnings.lateness(rank, step.number, key)
             moved_ns = min(late.ns - usual.get(key, 0.0), beyond) if late is not None else 0.0
@@ -280,9 +296,11 @@ def _look(
     moving = flight(courses, step.start_ns, step.end_ns)
     unmarked = standing(step, sample, waits, moving)
     longer: dict[Key, float] = {}
-    made = _first(
-        sorted([(a, b, None) for a, b, _ in waits] + unmarked), max((one.profiler_ns for one in courses), default=0)
-    )
+    since_ns = min((one.operation.issued_ns for one in courses if one.profiler_ns), default=step.end_ns)
+    stood = clipped(sorted([(a, b, None) for a, b, _ in waits] + unmarked), since_ns, step.end_ns)
+    made = _first(stood, max((one.profiler_ns for one in courses), default=0))
+    # An operation that waits for nobody waits for the profiler alone.
+    made = union([*made, *((a, b, None) for a, b, kind, _ in overlaps(moving, stood) if kind[1:] == ("wait", None))])
     if made:
         for start, end, phase, _ in overlaps(timeline, _both(unmarked, made)):
             _add(sums.marked, {phase: start - end})
@@ -315,7 +333,7 @@ def _look(
     for piece, inside in _grouped(waits, moving):
         _add(sums.exposed.setdefault(piece[2], {}), _within(piece, inside, purpose_of))
     still = union([*((a, b, None) for a, b, _ in waits), *unmarked])
-    _add(sums.hidden, _by_value(without(moving, still)))
+    _add(sums.hidden, _by_value(piece for piece in without(moving, still) if piece[2][1:] != ("wait", None)))
     late = [(course.operation.issued_ns, course.operation.ended_ns, None) for course in courses]
     sums.running_on += sum(b - a for a, b, _ in union(clipped(late, step.end_ns, 1 << 63)))
     return longer

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.profiling.clocks import Clock
 from penstock.profiling.intervals import union
+from penstock.profiling.matching import Kind, Meeting, kind
 from penstock.profiling.phases import held_up
 from penstock.profiling.record import Record, Step
 
@@ -32,28 +33,43 @@ _Begun = dict[str, list[tuple[int, int]]]
 class Beginnings:
     """When ranks began what they do together, by their marks."""
 
-    def __init__(self, records: Sequence[Record], clock_of: Mapping[str, Clock]) -> None:
+    def __init__(self, records: Sequence[Record], met: Iterable[Meeting], clock_of: Mapping[str, Clock]) -> None:
         """
         Args:
             records: one a rank.
+            met: their sampled operations, which tell who waits for whom.
             clock_of: by host.
         """
         self._steps = {record.header.rank: {step.number: step for step in record.steps} for record in records}
         self._host = {record.header.rank: record.header.host for record in records}
         self._clock_of = clock_of
-        self._known: dict[tuple[int, Key, bool], dict[int, list[_Begun]]] = {}
+        partners: dict[tuple[int, str | None], set[int]] = {}
+        for meeting in met:
+            if meeting.kind not in _OF_ALL:
+                continue
+            ranks = {rank for rank, _ in meeting.parts}
+            for rank, one in meeting.parts:
+                # A backward pass waits for those that gradients are summed with.
+                for group in (one.group, *([None] if one.purpose == _SYNC else [])):
+                    partners.setdefault((rank, group), set()).update(ranks)
+        self._partners = {key: tuple(sorted(ranks)) for key, ranks in partners.items()}
+        self._known: dict[tuple[tuple[int, ...], int, Key, bool], dict[int, list[_Begun]]] = {}
 
     def lateness(self, rank: int, number: int, key: Key, *, without_profiler: bool = False) -> Lateness | None:
         """How long after this rank the last one began it in this step. Where a step has several, of the one for which this rank
-        was first by most. None if no other rank began it as often. O(hosts), and once O(ranks).
+        was first by most. None if no rank that this one waits for in it began it as often. O(hosts), and once O(ranks).
 
-        What clocks of two hosts may be wrong by is not counted.
+        Ranks wait for those that they have met in the group, in operations of all ranks; not in what has a root, nor in sends
+        and receives. What clocks of two hosts may be wrong by is not counted.
 
         Args:
             without_profiler: as if torch's profiler had held up nobody (`held_up`).
         """
+        if key is not None and kind(key[0]) not in _OF_ALL:
+            return None
+        partners = self._partners.get((rank, None if key is None else key[1]), ())
         own = self._began(rank, number, key, without_profiler)
-        alike = self._all(number, key, without_profiler).get(len(own), [])
+        alike = self._all(partners, number, key, without_profiler).get(len(own), [])
         found: Lateness | None = None
         for mine, begun in zip(own, alike, strict=False):
             for host, lasts in begun.items():
@@ -70,18 +86,20 @@ class Beginnings:
                         found = Lateness(by_ns, other)
         return found
 
-    def _all(self, number: int, key: Key, without_profiler: bool) -> dict[int, list[_Begun]]:
+    def _all(self, ranks: tuple[int, ...], number: int, key: Key, without_profiler: bool) -> dict[int, list[_Begun]]:
         """By how often ranks began it."""
-        known = self._known.get((number, key, without_profiler))
+        at = ranks, number, key, without_profiler
+        known = self._known.get(at)
         if known is None:
-            known = self._known[number, key, without_profiler] = {}
-            for rank, host in self._host.items():
+            known = self._known[at] = {}
+            for rank in ranks:
+                host = self._host[rank]
                 times = self._began(rank, number, key, without_profiler)
                 if not times:
                     continue
                 begun: list[_Begun] = known.setdefault(len(times), [{} for _ in times])
-                for at, time_ns in enumerate(times):
-                    begun[at][host] = sorted([*begun[at].get(host, []), (time_ns, rank)])[-2:]
+                for one, time_ns in zip(begun, times, strict=True):
+                    one[host] = sorted([*one.get(host, []), (time_ns, rank)])[-2:]
         return known
 
     def _began(self, rank: int, number: int, key: Key, without_profiler: bool) -> list[int]:
@@ -91,6 +109,10 @@ class Beginnings:
             return []
         clock, (late_ns, until_ns) = self._clock_of[self._host[rank]], held_up(step) if without_profiler else (0, 0)
         return [clock.on_first(time_ns) - (late_ns if time_ns < until_ns else 0) for time_ns in _starts(step, key)]
+
+
+_OF_ALL = (Kind.ALL, Kind.EXCHANGE)
+_SYNC = "data-parallel sync"
 
 
 def _starts(step: Step, key: Key) -> list[int]:

@@ -145,7 +145,7 @@ def with_links(records: Sequence[Record], bytes_per_s: float) -> list[Record]:
     """The records, in which each interface of a host carries at most so much in each direction."""
     found = []
     for record in records:
-        if record.is_of_host and record.readings:
+        if record.readings:  # a host's, which readers give to its ranks
             names = {name for reading in record.readings for name in reading.values if _parts(name)[0] == "nic"}
             given = dict.fromkeys(
                 (f"{name.rpartition('.')[0]}.given_bytes_per_s" for name in sorted(names)), bytes_per_s

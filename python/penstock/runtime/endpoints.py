@@ -99,6 +99,8 @@ class Server:
         self.name = name
         settings = config.read()
         self._handlers: dict[tuple[str, str], Handler | Whole] = {}
+        self._removed: dict[tuple[str, str], Handler | Whole] = {}
+        """For calls that were accepted before."""
         self._core = _core.EndpointServer(
             name,
             calls=limits.calls,
@@ -161,6 +163,8 @@ class Server:
     def remove(self, kind: str, name: str) -> None:
         """Serve ``kind`` ("request", "push" or "pull") of this name no longer. Calls that were accepted go on."""
         self._core.serve(kind, name, False)
+        if handler := self._handlers.pop((kind, name), None):
+            self._removed[kind, name] = handler
 
     def stats(self) -> dict[str, int]:
         """Its ``clients``, their ``calls`` that have not ended, the bytes of these that are here (``held_bytes``), and how many
@@ -252,10 +256,15 @@ class Server:
                 log.exception("endpoint %s: the handler of %s of %s has failed", self.name, what, call.who)
 
     def _handler(self, kind: str, name: str) -> Handler | Whole:
-        """That of the name, or else of the longest beginning of it that ends with a slash."""
-        while (handler := self._handlers.get((kind, name))) is None:
-            name = name[: name[:-1].rindex("/") + 1]
-        return handler
+        """That of the name, or else of the longest beginning of it that ends with a slash. Where there is none any more, since
+        the call was accepted before, the one that was removed."""
+        for handlers in (self._handlers, self._removed):
+            begins = name
+            while begins:
+                if handler := handlers.get((kind, begins)):
+                    return handler
+                begins = begins[: begins[:-1].rfind("/") + 1]
+        raise LookupError(f"nothing serves {kind} {name!r} any more")
 
     def _accept(self) -> None:
         """Look for clients, and connect with them."""
@@ -396,6 +405,9 @@ class Client:
             warnings.warn(
                 f"a client of endpoint {self.name} was not closed", ResourceWarning, source=self, stacklevel=2
             )
+            # The engine's end may wait, which a garbage collection must not.
+            with contextlib.suppress(RuntimeError):  # no thread can be had, or the interpreter ends
+                threading.Thread(target=self._engine.release, name="penstock-release", daemon=True).start()
 
     def request(
         self, name: str, data: Any = None, *, into: Any = None, most: int = 1 << 30, timeout_s: float | None = None

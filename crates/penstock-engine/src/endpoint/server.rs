@@ -117,7 +117,7 @@ impl Server {
         };
         std::thread::Builder::new()
             .name("penstock-server".into())
-            .spawn(move || driver.run(&inputs))
+            .spawn(move || driver.run(inputs))
             .map_err(|error| Failure::of_call(FailureKind::Config, format!("cannot start a thread: {error}.")))?;
         Ok(Server { input })
     }
@@ -257,6 +257,20 @@ struct Driver {
     closing: Option<(Instant, Vec<Ticket>)>,
 }
 
+/// The server has ended. Whoever has been told so finds that nothing is served.
+fn hang_up(inputs: mpsc::Receiver<Input>, closing: &[Ticket]) {
+    let late: Vec<Input> = inputs.try_iter().collect();
+    drop(inputs);
+    closing.iter().for_each(|ticket| ticket.complete(Ok(())));
+    for input in late {
+        match input {
+            Input::Close(_, ticket) => ticket.complete(Ok(())),
+            Input::Accept(group, ..) => group.leave(),
+            _ => {}
+        }
+    }
+}
+
 struct Connected {
     connection: Connection,
     who: Arc<str>,
@@ -266,8 +280,8 @@ struct Connected {
 }
 
 impl Driver {
-    fn run(mut self, inputs: &mpsc::Receiver<Input>) {
-        while let Ok(input) = connection::next(inputs, self.deadline()) {
+    fn run(mut self, inputs: mpsc::Receiver<Input>) {
+        while let Ok(input) = connection::next(&inputs, self.deadline()) {
             if let Some(input) = input {
                 self.handle(input);
             }
@@ -276,8 +290,7 @@ impl Driver {
             self.serve_takers();
             if self.closing.is_some() && self.clients.is_empty() {
                 let (_, tickets) = self.closing.take().expect("just seen");
-                tickets.iter().for_each(|ticket| ticket.complete(Ok(())));
-                return;
+                return hang_up(inputs, &tickets);
             }
         }
     }

@@ -189,9 +189,10 @@ mod tests {
                 waited[1] += u32::from(!has_left && claimed.is_none());
                 carry(&mut there, &mut here, now);
             }
-            for (ms, some) in left.windows(250).enumerate() {
+            // A fifth of the time, but for 200 ms at a time.
+            for (ms, some) in left.windows(1250).enumerate() {
                 let free = some.iter().filter(|left| **left).count();
-                assert!(free >= 48, "seed {seed}: {free} of 250 ms from {ms} ms on");
+                assert!(free >= 200, "seed {seed}: {free} of 1250 ms from {ms} ms on");
             }
             assert!(waited.iter().all(|ms| *ms > 0), "seed {seed}: {waited:?}");
         }

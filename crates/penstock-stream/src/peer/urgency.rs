@@ -59,10 +59,11 @@ impl<C: Copied> Peer<C> {
         (now < self.urgency.here && self.can_have_express() && is_well).then_some(*id)
     }
 
-    /// Whether a stream brings acknowledgements, or has nothing to bring.
+    /// Whether a stream brings acknowledgements, or none has something to bring.
     #[must_use]
     pub fn is_well(&self, now: Time) -> bool {
-        self.streams.values().any(|stream| stream.silence(now) < SILENT)
+        let mut waiting = self.streams.values().filter(|stream| stream.awaits_acks()).peekable();
+        waiting.peek().is_none() || waiting.any(|stream| stream.silence(now) < SILENT)
     }
 
     /// What may leave on a stream now is as urgent as this at least; `None`: everything may.

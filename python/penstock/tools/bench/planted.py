@@ -32,7 +32,10 @@ __all__ = ["FAULTS", "Found", "Plan", "conduct", "core_of", "drawn", "is_found",
 
 @dataclasses.dataclass
 class Plan:
-    """What is run. Rates in Mbit/s."""
+    """What is run. Rates in Mbit/s.
+
+    More than 16 fields: each fault has some of its own, and a plan is one line of JSON.
+    """
 
     fault: str
     seed: int

@@ -155,8 +155,9 @@ def _apply(command: Sequence[str], again: Path, records: Sequence[Record], advic
         _say(f"the command ended with status {code}; the records are in {again}")
         return code
     if not_made:
-        text = "the script left no place for the change (it names no such backend, builds no DistributedDataParallel, or has a "
-        text += f"communication hook of its own), so a step takes {took / 1e6:.1f} ms and took {before / 1e6:.1f}"
+        why = "it names no such backend, builds no DistributedDataParallel or GradientReducer, or has a hook of its own"
+        times = f"a step takes {took / 1e6:.1f} ms and took {before / 1e6:.1f}"
+        text = f"the script left no place for the change ({why}), so {times}"
         _say(f"{text}; the records are in {again}")
         return code
     # The prediction is of sampled steps, in which torch's profiler ran: its ratio is what counts.

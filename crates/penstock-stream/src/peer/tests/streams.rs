@@ -772,6 +772,25 @@ fn urgency_keeps_a_stream_free_and_holds_the_rest() {
     assert_eq!(a.express(late), None);
 }
 
+/// A peer that acknowledges nothing is not well, whatever the streams that it does not use say: they have nothing to bring.
+#[test]
+fn unused_streams_do_not_tell_that_a_peer_is_well() {
+    let [mut peer, _] = pair(&PeerConfig::default(), 4);
+    peer.use_streams(1);
+    assert!(peer.is_well(NOW), "nothing is in flight");
+    peer.send(Outgoing {
+        key: key(0),
+        priority: Priority(-1),
+        is_changed: false,
+        fingerprint: FIVE,
+        coflow: 0,
+        body: Body::Owned(vec![1; 100].into()),
+    });
+    assert!(peer.poll_frame(0, NOW).is_some());
+    assert!(peer.is_well(NOW.plus(MILLISECOND)));
+    assert!(!peer.is_well(NOW.plus(10 * SECOND)));
+}
+
 /// A connection that replaces one that was not known to be gone takes over what that had in flight.
 #[test]
 fn a_replaced_stream_loses_nothing() {

@@ -233,10 +233,12 @@ def _patch_exit() -> None:
 
     @functools.wraps(original)
     def exit_at_once(status: int) -> Any:
-        if _state.recording is not None:
-            with contextlib.suppress(Exception):
-                _state.recording.breaks_off()
-        original(status)
+        try:
+            if _state.recording is not None:
+                with contextlib.suppress(Exception):
+                    _state.recording.breaks_off()
+        finally:  # what a handler of a signal raises does not keep the process
+            original(status)
 
     os._exit = exit_at_once
 
@@ -337,6 +339,8 @@ def _patch_backward() -> None:
         recording = None if _is_compiling() else _ready() or _train()
         if recording is None or recording.is_in_pass():
             return original(*args, **kwargs)
+        if _unseen.is_possible:
+            _look_for_steps(recording)
         if not _modules.is_watching:  # what a handler of a signal raises may have come between
             _modules.watch()
         recording.backward_begins(sys._getframe())

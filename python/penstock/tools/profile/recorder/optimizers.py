@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import types
 import weakref
@@ -66,7 +67,8 @@ class Unseen:
     gradient tells, which each change in place counts up.
 
     Others change parameters, too, such as SAM between its two passes. So this looks only once something was compiled that may
-    step, and at optimizers that share no parameter with one whose steps were seen.
+    step, at optimizers that share no parameter with one whose steps were seen, and counts from their second step on: by then a
+    step of the other one has been seen. Nothing raises, whatever a script's own optimizers are.
     """
 
     def __init__(self) -> None:
@@ -74,6 +76,8 @@ class Unseen:
         """Whether something but a module was compiled."""
         self._built: dict[int, weakref.ref[Any]] = {}
         self._seen: set[int] = set()
+        self._suspected: set[int] = set()
+        """Those of which one step may have been unseen."""
         self._before: list[tuple[weakref.ref[Any], weakref.ref[Any], int]] = []
         """Optimizers, the parameter of each, and its version at the end of the last backward pass."""
 
@@ -84,48 +88,61 @@ class Unseen:
         def gone(_: Any) -> None:
             self._built.pop(key, None)
             self._seen.discard(key)
+            self._suspected.discard(key)
 
-        self._built[key] = weakref.ref(optimizer, gone)
-        for other in [self._built[seen]() for seen in self._seen]:
-            if other is not None:
-                self._leave_out_like(other)
+        with contextlib.suppress(Exception):
+            self._built[key] = weakref.ref(optimizer, gone)
+            if self._seen and self._shares(optimizer, list(self._seen)):
+                self._seen.add(key)
 
     def seen(self, optimizer: Any) -> None:
         """Its step was."""
-        if self.is_possible and id(optimizer) not in self._seen:
-            self._leave_out_like(optimizer)
-
-    def _leave_out_like(self, optimizer: Any) -> None:
-        own = {id(parameter) for parameter in _parameters(optimizer)}
-        for key, reference in list(self._built.items()):
-            other = reference()
-            if other is not None and any(id(parameter) in own for parameter in _parameters(other)):
-                self._seen.add(key)
+        if not self.is_possible or id(optimizer) in self._seen:
+            return
+        with contextlib.suppress(Exception):
+            own = {id(parameter) for parameter in _parameters(optimizer)}
+            for key, reference in list(self._built.items()):
+                other = reference()
+                if other is not None and any(id(parameter) in own for parameter in _parameters(other)):
+                    self._seen.add(key)
 
     def pass_ends(self) -> None:
         self._before = []
         if not self.is_possible:
             return
-        for key, reference in list(self._built.items()):
-            optimizer = None if key in self._seen else reference()
-            for parameter in () if optimizer is None else _parameters(optimizer):
-                if parameter.grad is not None:
-                    self._before.append((reference, weakref.ref(parameter), parameter._version))
-                    break
+        with contextlib.suppress(Exception):
+            for key, reference in list(self._built.items()):
+                optimizer = None if key in self._seen else reference()
+                for parameter in () if optimizer is None else _parameters(optimizer):
+                    if parameter.grad is not None:
+                        self._before.append((reference, weakref.ref(parameter), parameter._version))
+                        break
 
     def stepped(self) -> list[Any]:
-        """The optimizers that have, since the end of the last backward pass."""
-        found = []
-        for reference, parameter, version in self._before:
-            optimizer, now = reference(), parameter()
-            if optimizer is not None and now is not None and now._version != version:
+        """The optimizers that have, since the end of the last backward pass or the last call of this."""
+        found, left = [], []
+        for each in self._before:
+            optimizer, parameter = each[0](), each[1]()
+            if optimizer is None or parameter is None or id(optimizer) in self._seen:
+                continue
+            if parameter._version == each[2]:
+                left.append(each)
+                continue
+            if id(optimizer) in self._suspected:
                 found.append(optimizer)
-        self._before = []
+            self._suspected.add(id(optimizer))
+        self._before = left
         return found
+
+    def _shares(self, optimizer: Any, others: list[int]) -> bool:
+        """Whether a parameter is also one of these."""
+        own = {id(parameter) for parameter in _parameters(optimizer)}
+        alive = [reference() for key in others if (reference := self._built.get(key)) is not None]
+        return any(id(parameter) in own for other in alive if other is not None for parameter in _parameters(other))
 
 
 def _parameters(optimizer: Any) -> Iterator[Any]:
-    for group in optimizer.param_groups:
+    for group in getattr(optimizer, "param_groups", ()):  # a wrapper's may be those of another, or come later
         yield from group["params"]
 
 
