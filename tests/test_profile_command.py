@@ -44,7 +44,7 @@ def profile(folder: pathlib.Path, *arguments: str, **options: Any) -> subprocess
         (["-o", "a-file/below", "here.py"], "cannot write to"),
         (["-o", "full", "here.py"], "holds a profile already"),
         (["--html", "a-file/report.html", "here.py"], "cannot write a-file/report.html"),
-        (["--kineto", "a-file", "here.py"], "cannot write a-file"),
+        (["--kineto", "a-file/below", "here.py"], "cannot write a-file/below"),
     ],
 )
 def test_what_cannot_run_is_refused_first(
