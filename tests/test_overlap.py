@@ -155,6 +155,43 @@ def _infinite(where: str) -> tuple[int, list[float]]:
     return pending, scales
 
 
+def test_four_ranks_have_the_bits_of_a_plain_loop() -> None:
+    """Gradients are whole numbers, whose sums and fourths are exact: whatever the buckets and the order of their sums, weights
+    are those of a loop that averages over all ranks by itself. Steps are late on the way."""
+    with testbed.Testbed(hosts=4, link=testbed.LinkSpec(rate_mbit=100)) as bed:
+        pending = ranks.run(_whole_numbers, count=4, bed=bed)
+    assert all(each > 0 for each in pending), pending
+
+
+def _whole_numbers() -> int:
+    dist.init_process_group("penstock")
+    sizes = [1, 70_000, 3, 20_000, 500, 40_000]
+
+    def numbers(rank: int, step: int) -> list[torch.Tensor]:
+        draw = torch.Generator().manual_seed(1000 * step + rank)
+        return [torch.randint(-50, 51, (size,), generator=draw).float() for size in sizes]
+
+    plain, other = ([nn.Parameter(torch.ones(size)) for size in sizes] for _ in range(2))
+    sgds = [torch.optim.SGD(parameters, lr=0.25, momentum=0.5) for parameters in (plain, other)]
+    reducer = GradientReducer(other, bucket_bytes=50_000, optimizer=sgds[1])
+    pending = 0
+    for step in range(6):
+        for parameter, *given in zip(plain, *(numbers(rank, step) for rank in range(4)), strict=True):
+            parameter.grad = sum(given) / 4
+        sgds[0].step()
+        sgds[1].zero_grad()
+        mine = numbers(dist.get_rank(), step)
+        sum((parameter * number).sum() for parameter, number in zip(other, mine, strict=True)).backward()
+        sgds[1].step()
+        pending += sum(isinstance(parameter, PendingParameter) for parameter in other)
+        if step % 3 == 2:
+            for one, another in zip(plain, other, strict=True):
+                assert torch.equal(one, another), step
+    reducer.close()
+    dist.destroy_process_group()
+    return pending
+
+
 # ------------------------------------------------------------------------------------------------- one rank alone overlaps
 
 
