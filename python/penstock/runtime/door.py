@@ -130,7 +130,7 @@ class Door:
         self._guests[guest] = None
         self._inside.add(guest)
         if len(self._guests) > _MOST_GUESTS:
-            oldest = next(iter(self._guests))
+            oldest = next(iter([*self._guests]), guest)  # of a copy: guests leave on threads of their own
             self._guests.pop(oldest, None)
             with contextlib.suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)  # ends its thread
