@@ -166,8 +166,12 @@ def test_signals_are_handed_on(tmp_path: pathlib.Path) -> None:
         "while True:\n"
         "    signal.pause()\n"
     )
+    # What is ignored stays so, and under nohup, or in the background of a shell, some are.
+    usual = "import os, signal, sys\n"
+    usual += "for name in 'HUP QUIT INT'.split():\n    signal.signal(getattr(signal, 'SIG' + name), signal.SIG_DFL)\n"
+    usual += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
     with forked.Popen(
-        [sys.executable, "-m", "penstock", "profile", str(script)],
+        [sys.executable, "-c", usual, "-m", "penstock", "profile", str(script)],
         cwd=tmp_path,
         env=dict(os.environ),
         stdout=subprocess.PIPE,

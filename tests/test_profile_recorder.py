@@ -192,12 +192,12 @@ def test_what_converting_gradients_costs_is_measured_once(profiled: Any) -> None
         assert span.start_ns <= event.time_ns <= span.end_ns
 
 
-@pytest.mark.parametrize("mode", ["ddp", "reducer"])
-def test_a_job_without_ddp_says_so(profiled: Any, mode: str) -> None:
-    """Settings of DDP are no advice then."""
-    job = profiled(mode, *(["gloo"] if mode == "ddp" else []), ranks=2)
+@pytest.mark.parametrize("mode", ["ddp", "reducer", "pipeline"])
+def test_a_job_without_ddp_and_reducer_says_so(profiled: Any, mode: str) -> None:
+    """Settings of these are no advice then."""
+    job = profiled(mode, *([] if mode == "reducer" else ["gloo"]), ranks=2)
     said = [[event.kind for event in record.events].count("no ddp") for record in job.records]
-    assert said == [int(mode == "reducer")] * 2
+    assert said == [int(mode == "pipeline")] * 2
 
 
 def test_a_gradient_reducer_tells_its_operations(profiled: Any) -> None:
