@@ -90,8 +90,10 @@ def test_a_training_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(unavailable() is not None, reason=f"no emulated hosts: {unavailable()}")
 @pytest.mark.timed
 def test_the_parts_of_a_step_are_those_of_the_script() -> None:
-    """A training of 48 steps. The bench judges 3 %; here a busy machine may make it a fifth."""
+    """A training of 120 steps. The bench judges 3 %, and all parts; on a busy machine it may be a fifth, and what of communication
+    is a wait, and what is hidden, a few samples do not tell."""
     found = breakdown.measure(drawn(1), timeout_s=120)
-    far = [one for one in found if one.is_judged and abs(one.miss) > 0.2]
-    assert not far and {one.category for one in found if one.is_judged} >= {"forward", "backward", MOVING[0]}, found
+    judged_here = [one for one in found if one.is_judged and one.category not in MOVING]
+    far = [one for one in judged_here if abs(one.miss) > 0.2]
+    assert not far and {one.category for one in judged_here} >= {"forward", "backward", "exposed", "step"}, found
     assert all(isinstance(one, Outcome) for one in found)

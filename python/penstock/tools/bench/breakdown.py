@@ -177,6 +177,7 @@ def judged(
             row = {category: float(own[at].get(category, 0)) for category in (*WORK, "step")}
             row["exposed wait"] = issued - own[at]["issued"]
             row["exposed wire"] = own[at]["ended"] - issued
+            row["exposed"] = row["exposed wire"] + row["exposed wait"]
             row["hidden wait"] = beside - own[at]["beside_issued"]
             row["hidden wire"] = own[at]["beside_ended"] - beside
             row["other"] += row["step"] - sum(row[category] for category in (*WORK, *MOVING[:2]))
@@ -185,6 +186,7 @@ def judged(
         moving = share.communication.values()
         told = {
             **{category: share.work.get(category, 0.0) for category in WORK},
+            "exposed": sum(one.exposed_ns for one in moving),
             "exposed wire": sum(one.exposed_wire_ns for one in moving),
             "exposed wait": sum(one.exposed_wait_ns for one in moving),
             "hidden wire": sum(one.hidden_wire_ns for one in moving),
@@ -193,7 +195,7 @@ def judged(
         }
         found += [
             Outcome(seed, share.rank, category, means[category], told[category] / 1e6, means["step"])
-            for category in (*WORK, *MOVING, "step")
+            for category in (*WORK, "exposed", *MOVING, "step")
         ]
     return found
 
@@ -209,7 +211,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         Column("within 3 %"),
     ]
     lines = [
-        _line(category, [one for one in outcomes if one.category == category]) for category in (*WORK, *MOVING, "step")
+        _line(category, [one for one in outcomes if one.category == category])
+        for category in (*WORK, "exposed", *MOVING, "step")
     ]
     return Table("Parts of a step, beside the script's own clock", columns, [line for line in lines if line])
 
