@@ -90,8 +90,8 @@ def test_a_training_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(unavailable() is not None, reason=f"no emulated hosts: {unavailable()}")
 @pytest.mark.timed
 def test_the_parts_of_a_step_are_those_of_the_script() -> None:
-    """A training of 120 steps. The bench judges 3 %, and all parts; on a busy machine it may be a fifth, and what of communication
-    is a wait, and what is hidden, a few samples do not tell."""
+    """A training of 120 steps. The bench judges 3 %, and all parts; on a busy machine it may be a fifth, and a few samples do not
+    tell what of communication is a wait, nor what is hidden."""
     found = breakdown.measure(drawn(1), timeout_s=120)
     judged_here = [one for one in found if one.is_judged and one.category not in MOVING]
     far = [one for one in judged_here if abs(one.miss) > 0.2]
