@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
 import os
 import pathlib
@@ -15,7 +14,6 @@ import socket
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -118,7 +116,6 @@ def _all_kinds() -> list[str]:
         told = threading.Event()
         client.push("bye", None).on_done(lambda work: told.set())
         assert told.wait(10)
-        from penstock.runtime import process
 
         return sorted({peer["medium"] for peer in process.engine().core.stats()["peers"]})
 
@@ -214,8 +211,6 @@ def test_many_clients_come_and_go() -> None:
 def _come_and_go() -> int:
     rank, each = int(os.environ["RANK"]), 80
     if rank == 0:
-        from penstock.runtime import process
-
         seen, waits = set[int](), Waits(4)
 
         def hello(call: endpoint.Incoming) -> bytes:
@@ -869,29 +864,6 @@ def _removes() -> list[str]:
         server.on_request("go", lambda _: server.remove("push", "a/b"))
         assert done.wait(30)
     return seen
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_client_that_is_forgotten_keeps_no_engine() -> None:
-    """Once it is collected, and nothing else uses the engine, that ends."""
-    ranks.run(_forgets_a_client, count=2)
-
-
-def _forgets_a_client() -> None:
-    if os.environ["RANK"] == "0":
-        done = threading.Event()
-        with endpoint.serve("forgets", pushes={"bye": lambda _: done.set()}):
-            assert done.wait(60)
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        client = endpoint.connect("forgets")
-        del client
-        gc.collect()
-        _until(lambda: process.Engine.current is None)
-    with endpoint.connect("forgets") as client:
-        client.push("bye", None).wait()
-    assert process.Engine.current is None
 
 
 # -------------------------------------------------------------------------------------------------------------- helpers

@@ -405,9 +405,6 @@ class Client:
             warnings.warn(
                 f"a client of endpoint {self.name} was not closed", ResourceWarning, source=self, stacklevel=2
             )
-            # The engine's end may wait, which a garbage collection must not.
-            with contextlib.suppress(RuntimeError):  # no thread can be had, or the interpreter ends
-                threading.Thread(target=self._engine.release, name="penstock-release", daemon=True).start()
 
     def request(
         self, name: str, data: Any = None, *, into: Any = None, most: int = 1 << 30, timeout_s: float | None = None
