@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
 import planted_records
 from penstock.profiling import utilisation
 from penstock.profiling.breakdown import Breakdown
-from penstock.profiling.record import Header, Readings, Record, Span, Step
+from penstock.profiling.readers import load
+from penstock.profiling.record import Header, Readings, Record, Span, Step, line
 from penstock.profiling.utilisation import Host
 
 SECOND = 1_000_000_000
@@ -56,6 +58,16 @@ def test_what_somebody_knows_of_the_links_is_a_limit_as_others() -> None:
         same, host = utilisation.with_links([of_rank, record], 300)
         assert same is of_rank and Host(host).limit(name, "tx") == Host(host).limit(name, "rx") == want
         assert Host(record).limit(name, "tx") != utilisation.Limit(300, "given")
+
+
+def test_what_somebody_knows_of_the_links_counts_in_what_readers_give(tmp_path: Path) -> None:
+    """They give a host's readings to its ranks."""
+    rank, host = Header(0, 1, "b", 1, 0, 0), Header(0, 1, "b", 2, 0, 0, {"counters": True})
+    readings = [Readings(number * SECOND, {"nic.eth0.tx_bytes": 10.0 * number}) for number in range(4)]
+    (tmp_path / "rank-0.jsonl").write_text("".join(map(line, [rank, Step(0, 0, SECOND)])))
+    (tmp_path / "host-b.jsonl").write_text("".join(map(line, [host, *readings])))
+    [found] = utilisation.hosts(utilisation.with_links(load(tmp_path), 300))
+    assert found.limit("eth0", "tx") == utilisation.Limit(300, "given")
 
 
 def test_series_are_on_the_first_host_s_clock_and_have_shares() -> None:

@@ -1,11 +1,19 @@
-"""Texts from outside, such as files and other processes. Pure."""
+"""Texts from outside, such as files and other processes, and names that are to differ. Pure."""
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Container
 from typing import Any
 
-__all__ = ["checked", "harmless"]
+__all__ = ["apart", "checked", "harmless"]
+
+
+def apart(name: str, taken: Container[str]) -> str:
+    """The name, or if it is taken, the first of ``name (2)``, ``name (3)`` and so on that is not."""
+    names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
+    return next(each for each in names if each not in taken)
 
 
 def harmless(text: str) -> str:

@@ -7,6 +7,7 @@
 
 use crate::fds::Fd;
 use crate::memory::Mapped;
+use penstock_stream::peer::PAUSE_MOST;
 use penstock_types::{MILLISECOND, Time};
 use rustix::fs::{FallocateFlags, FileType, Mode, OFlags};
 use rustix::time::{ClockId, clock_gettime};
@@ -131,7 +132,7 @@ pub const CLAIM: u64 = 3 * MILLISECOND / 2;
 /// No claim lasts longer.
 pub const CLAIM_MOST: u64 = 4 * MILLISECOND;
 /// For how long one claim, or one pause, makes others wait at most.
-const ASKED_MOST: u64 = 5 * MILLISECOND;
+const ASKED_MOST: u64 = if PAUSE_MOST > CLAIM_MOST { PAUSE_MOST } else { CLAIM_MOST };
 /// How long messages wait at most, and for how long they do not wait then.
 const HELD_MOST: u64 = 200 * MILLISECOND;
 const HELD_PAUSE: u64 = 50 * MILLISECOND;

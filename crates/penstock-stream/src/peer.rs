@@ -43,6 +43,7 @@ pub use crate::frame::{Counts, Farewell};
 use self::credit::Credit;
 use self::operation::{Op, OpKey, Remembered};
 use self::outgoing::{Controls, FrameId, Message, Outbox};
+pub use self::pauses::PAUSE_MOST;
 use self::pauses::Pauses;
 use self::take_over::Sharing;
 use self::time::Hearing;

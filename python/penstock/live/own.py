@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.interfaces import is_physical
 from penstock.live.counts import Counts
+from penstock.texts import apart
 
 __all__ = ["MOST_BYTES", "Complaints", "Own", "host", "in_flight"]
 
@@ -233,22 +234,17 @@ def retransmitted() -> float:
 
 def _groups(groups: Sequence[dict[str, Any]]) -> list[list[Any]]:
     """Those with the most under way: name, ranks, operations issued, under way, why it failed."""
-    rows = []
-    known: collections.Counter[str] = collections.Counter()
-
-    def named(name: str) -> str:
-        """Channels of several reducers have the same name."""
-        name = name[:_NAME]
-        known[name] += 1
-        return name if known[name] == 1 else f"{name} ({known[name]})"
-
+    rows: dict[str, list[Any]] = {}
     for group in groups:
-        rows.append([named(group["name"]), group["world"], group["issued"], group["active"], group["failed"]])
-        for channel in group["channels"]:
-            name = named(f"{group['name']}/{channel['name']}")
-            rows.append([name, group["world"], channel["issued"], channel["active"], channel["failed"]])
-    rows.sort(key=lambda row: (row[4] is None, -row[3], -row[2]))
-    return [[*row[:4], row[4] and row[4][:_TEXT]] for row in rows[:_GROUPS]]
+        for name, each in [
+            (group["name"], group),
+            *((f"{group['name']}/{one['name']}", one) for one in group["channels"]),
+        ]:
+            # Channels of several reducers have the same name.
+            name = apart(name[:_NAME], rows)
+            rows[name] = [name, group["world"], each["issued"], each["active"], each["failed"]]
+    first = sorted(rows.values(), key=lambda row: (row[4] is None, -row[3], -row[2]))[:_GROUPS]
+    return [[*row[:4], row[4] and row[4][:_TEXT]] for row in first]
 
 
 def _aggregated(

@@ -232,12 +232,14 @@ def _take_late(
             for key, ns in one.by_key.items():
                 longest[key] = max(longest.get(key, 0.0), ns)
     for one in lengths:
+        if one.is_sampled:
+            continue
         step = one.step
         for key, ns in one.by_key.items():
             beyond = ns - longest.get(key, ns)
             if key is None:
                 beyond = min(beyond, one.unused_ns - idle_ns) if can_stand and step.thread_ns else 0.0
-            if one.is_sampled or beyond < GAP_NS:
+            if beyond < GAP_NS:
                 continue
             late = beginnings.lateness(rank, step.number, key)
             moved_ns = min(late.ns - usual.get(key, 0.0), beyond) if late is not None else 0.0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import itertools
 import logging
 import os
 import signal
@@ -22,6 +21,7 @@ from penstock.cluster import jobs
 from penstock.errors import Closed
 from penstock.runtime import config
 from penstock.runtime import store as stores
+from penstock.texts import apart
 
 __all__ = ["Engine", "engine", "observe", "requests", "set_generation", "stats"]
 
@@ -33,11 +33,11 @@ def stats() -> dict[str, Any]:
     current = engine()
     found = current.core.stats()
     found["held"]["memberships"] = current._users
-    found["aggregated"] = aggregated = {}
+    aggregated: dict[str, Any] = {}
+    found["aggregated"] = aggregated
     for aggregation, name in list(current.aggregations.items()):
         # Channels of several reducers have the same name.
-        names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
-        aggregated[next(one for one in names if one not in aggregated)] = aggregation.stats()
+        aggregated[apart(name, aggregated)] = aggregation.stats()
     return found
 
 

@@ -48,7 +48,7 @@ impl Pauses {
 
     /// The peer asks for a pause.
     pub(super) fn obey(&mut self, header: &Header, now: Time) {
-        self.obeyed = Some((header.priority, now.plus(header.offset.min(LASTS))));
+        self.obeyed = Some((header.priority, now.plus(header.offset.min(PAUSE_MOST))));
     }
 
     /// When [`Peer::handle_timeout`] is due for it.
@@ -89,7 +89,7 @@ impl<C: Copied> Peer<C> {
     /// step of a collective takes to follow.
     #[must_use]
     pub fn pause_lasts(&self) -> u64 {
-        if self.pauses.message.is_some() { LASTS } else { FOLLOWS }
+        if self.pauses.message.is_some() { PAUSE_MOST } else { FOLLOWS }
     }
 
     /// Asks the peer to send nothing for so long that is less urgent than this. It holds instead of what was asked before.
@@ -110,7 +110,7 @@ fn believed(what: Option<(Priority, Time)>, now: Time) -> Option<Priority> {
 }
 
 /// How long a pause lasts, unless it is asked for again or ended, and how often it is.
-const LASTS: u64 = 5 * MILLISECOND;
+pub const PAUSE_MOST: u64 = 5 * MILLISECOND;
 const AGAIN: u64 = MILLISECOND / 2;
 /// Shorter messages find their way between the frames of others; a pause for them would cost more than they take.
 const LONG: u64 = 256 * 1024;

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
@@ -22,13 +20,11 @@ import click
 
 from penstock.profiling.breakdown import Share
 from penstock.profiling.divide import WARM_UP_STEPS, divide
-from penstock.profiling.readers import load
 from penstock.reports import Column, Line, Table
 from penstock.tools.bench import machine
-from penstock.tools.bench.launcher import BenchError
 from penstock.tools.bench.options import check_files
 from penstock.tools.bench.output import reporting_errors, result_console, say, write_json
-from penstock.tools.profile import run
+from penstock.tools.bench.recorded import recorded
 
 __all__ = ["MOVING", "Outcome", "Plan", "command", "drawn", "judged"]
 
@@ -142,15 +138,8 @@ def measure(plan: Plan, *, timeout_s: float) -> list[Outcome]:
     bed += ["--rate", f"{plan.rate_mbit:g}", "--timeout", f"{timeout_s:g}"]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as notes:
         train = [sys.executable, "-m", "penstock.tools.bench.breakdown_rank", json.dumps(asdict(plan)), notes]
-        code = run.run([*bed, "--", *train], Path(folder), stdout=subprocess.DEVNULL)
-        if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-            raise KeyboardInterrupt  # the training has taken the signal, which was for all of them
-        if code != 0:
-            raise BenchError(f"the training of seed {plan.seed} ended with status {code}")
-        records = load(Path(folder))
-        assert isinstance(records, list), "a folder of ours has records"
+        ranks = recorded([*bed, "--", *train], Path(folder), f"seed {plan.seed}")
         noted = [json.loads(Path(notes, f"{rank}.json").read_text()) for rank in range(2)]
-        ranks = [each for each in records if not each.is_of_host]
         disturbed = {
             step.number for each in ranks for step in each.steps if any(span.phase == "profiler" for span in step.spans)
         }

@@ -14,7 +14,6 @@ import json
 import os
 import pathlib
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,9 +21,7 @@ from collections.abc import Iterator
 from penstock.profiling import causes
 from penstock.profiling.causes import Cause
 from penstock.profiling.divide import divide
-from penstock.profiling.readers import load
-from penstock.tools.bench.launcher import BenchError
-from penstock.tools.profile import run
+from penstock.tools.bench.recorded import recorded
 from penstock.tools.testbed import LinkSpec, Testbed
 
 __all__ = ["FAULTS", "Found", "Plan", "conduct", "core_of", "drawn", "is_found", "profiled"]
@@ -122,15 +119,8 @@ def profiled(plan: Plan, folder: pathlib.Path) -> Found:
         BenchError: the training failed.
     """
     command = [sys.executable, "-m", "penstock.tools.bench.planted", json.dumps(dataclasses.asdict(plan))]
-    code = run.run(command, folder, stdout=subprocess.DEVNULL)
-    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-        raise KeyboardInterrupt  # the training has taken the signal, which was for all of them
-    if code != 0:
-        raise BenchError(f"the training of {plan.fault}, seed {plan.seed}, ended with status {code}")
-    records = load(folder)
-    assert isinstance(records, list), "a folder of ours has records"
-    ranks = [each for each in records if not each.is_of_host]
-    return Found(causes.find(records, divide(ranks)), {each.header.rank: each.header.host for each in ranks})
+    ranks = recorded(command, folder, f"{plan.fault}, seed {plan.seed},")
+    return Found(causes.find(ranks, divide(ranks)), {each.header.rank: each.header.host for each in ranks})
 
 
 def is_found(plan: Plan, found: Found) -> bool:

@@ -7,9 +7,7 @@ Models, batches, rates and changes are drawn from a seed. The target: half of th
 from __future__ import annotations
 
 import random
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +16,6 @@ from pathlib import Path
 
 import click
 
-from penstock.errors import PenstockError
 from penstock.profiling.record import Record
 from penstock.reports import Column, Line, Table
 from penstock.tools.bench import machine
@@ -26,6 +23,7 @@ from penstock.tools.bench.emulated import names_of
 from penstock.tools.bench.launcher import BenchError
 from penstock.tools.bench.options import check_files
 from penstock.tools.bench.output import reporting_errors, result_console, say, write_json
+from penstock.tools.bench.recorded import recorded
 
 CHANGES = ("twice the link", "float16", "larger buckets", "penstock")
 """The default of --changes."""
@@ -166,9 +164,6 @@ def _change(pair: Pair) -> tuple[Pair, Callable[[str], bool], dict[str, str | fl
 
 
 def _profiled(pair: Pair, settings: Mapping[str, str | float], steps: int, timeout_s: float) -> list[Record]:
-    from penstock.profiling.readers import load
-    from penstock.tools.profile import run
-
     usual: dict[str, str | float] = {"bucket_cap_mb": pair.bucket_mb}
     if pair.streams:
         usual["PENSTOCK_STREAMS"] = str(pair.streams)
@@ -178,17 +173,7 @@ def _profiled(pair: Pair, settings: Mapping[str, str | float], steps: int, timeo
     train = [sys.executable, "-m", "penstock.workloads.transformer", pair.model, "--batch", str(pair.batch)]
     train += ["--steps", str(steps), "--backend", pair.backend, "--seed", str(pair.seed)]
     with tempfile.TemporaryDirectory() as folder:
-        code = run.run([*bed, "--", *train], Path(folder), {**usual, **settings}, stdout=subprocess.DEVNULL)
-        if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-            raise KeyboardInterrupt  # the training has taken the signal, which was for all pairs
-        if code != 0:
-            raise BenchError(f"the training of pair {pair.seed} ended with status {code}")
-        try:
-            records = load(Path(folder))
-        except PenstockError as error:
-            raise BenchError(f"pair {pair.seed} recorded nothing: {error}") from error
-        assert isinstance(records, list), "a folder of ours has records"
-        return records
+        return recorded([*bed, "--", *train], Path(folder), f"pair {pair.seed}", {**usual, **settings})
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:

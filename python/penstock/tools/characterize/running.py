@@ -168,7 +168,7 @@ def course_of(folder: Path, cell: Cell) -> Course | None:
     except PenstockError:
         return None
     assert isinstance(records, list), "a folder of ours has records"
-    steps = [each for each in records if each.header.rank == 0 and not each.is_of_host and len(each.steps) > 2]
+    steps = [each for each in records if each.header.rank == 0 and len(each.steps) > 2]
     host = next((each for each in hosts(records) if steps and each.name == steps[0].header.host), None)
     if host is None or not host.interfaces():
         return None

@@ -17,13 +17,12 @@ from penstock.tools.profile.run import CHANGE
 
 __all__ = ["has_gradient_reducer", "make", "make_in_reducers"]
 
-_reducers: list[type] = []
-"""GradientReducer, once for each that was built."""
+_has_reducer = False
 
 
 def has_gradient_reducer() -> bool:
     """Whether the script has built one: as DDP it has buckets, and sends in another dtype if asked to."""
-    return bool(_reducers)
+    return _has_reducer
 
 
 def make() -> None:
@@ -47,6 +46,7 @@ def make_in_reducers(module: types.ModuleType) -> None:
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        global _has_reducer
         made = []
         if "bucket_cap_mb" in change:
             kwargs["bucket_bytes"] = change["bucket_cap_mb"] << 20
@@ -55,7 +55,7 @@ def make_in_reducers(module: types.ModuleType) -> None:
             kwargs["wire"] = torch.float16
             made.append("comm_hook")
         original(self, *args, **kwargs)
-        _reducers.append(type(self))
+        _has_reducer = True
         for name in made:
             _made(name)
 
