@@ -193,18 +193,10 @@ def _process(program: Program, log: str) -> list[tuple[Any, ...]]:
         _Server(program, log).serve(store, may_meet_its_fate=True)
         return []
     if rank > count:
-        _await_loss(store, count)
+        store.wait(["server lost"], _PATIENCE)
         _Server(program, log).serve(store, may_meet_its_fate=False)
         return []
     return [dataclasses.astuple(told) for told in _Client(program, rank - 1, store).run()]
-
-
-def _await_loss(store: dist.Store, clients: int) -> None:
-    """Block until a client has noticed that the server is lost, or all have ended: the server may have died before it said so."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while not store.check(["server lost"]) and not store.check([f"ended {client}" for client in range(clients)]):
-        assert time.monotonic() < deadline, "no client has noticed that the server is lost, and not all have ended"
-        time.sleep(0.01)
 
 
 class _Server:
@@ -222,7 +214,8 @@ class _Server:
         meets = may_meet_its_fate and fate in ("server dies", "server closes")
         self._after = after if meets else -1
         self._server = self._start()
-        end = threading.Thread(target=self._meet_fate, args=(fate, later_s), daemon=True)
+        # A store of its own: one that waits answers nothing else.
+        end = threading.Thread(target=self._meet_fate, args=(fate, later_s, store.clone()), daemon=True)
         if meets:
             end.start()
         if self._after == 0:
@@ -231,8 +224,6 @@ class _Server:
         store.wait([*(f"ended {client}" for client in clients), "connected 0"], _PATIENCE)
         if meets:
             # Clients may have ended before as many calls were seen.
-            if fate == "server dies":
-                store.set("server lost", "")
             self._fateful.set()
             end.join()
         # One that was killed is noticed within a second. No event says so; `run` has a deadline.
@@ -251,10 +242,12 @@ class _Server:
             threads=self._program["threads"],
         )
 
-    def _meet_fate(self, fate: str, later_s: float) -> None:
+    def _meet_fate(self, fate: str, later_s: float, store: dist.Store) -> None:
         self._fateful.wait()
         time.sleep(later_s)
         if fate == "server dies":
+            # Clients that it has not answered yet cannot notice its death: they wait for the next one.
+            store.set("server lost", "")
             os.kill(os.getpid(), signal.SIGKILL)
         before, self._server = self._server, self._start()
         before.close(_PATIENCE_S)
@@ -363,18 +356,13 @@ class _Client:
         self._is_lost = False
         with contextlib.suppress(errors.PenstockError):
             self._client.close()
-        if self._program["fate"] == "server dies":
-            self._store.set("server lost", "")
         self._client = self._connect()
 
     def _connect(self) -> endpoint.Client:
         while True:
-            try:
+            # The server may end meanwhile.
+            with contextlib.suppress(errors.Closed, errors.PeerLost):
                 return endpoint.connect("calls", timeout_s=_PATIENCE_S)
-            except (errors.Closed, errors.PeerLost):
-                # The server has ended meanwhile.
-                if self._program["fate"] == "server dies":
-                    self._store.set("server lost", "")
 
     def _end(self, index: int, work: endpoint.Work) -> tuple[str, str]:
         call = self._program["clients"][self._number][index]

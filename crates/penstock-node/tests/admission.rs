@@ -400,8 +400,9 @@ fn starts_that_fail() {
     let node = daemon(config(Role::Aggregator));
     let (text, error) = failed(Config { listen: node.local_addr(), ..config(Role::Server) });
     assert!(matches!(error, StartError::Bind { protocol: "UDP", .. }));
-    assert!(text.contains(&format!("UDP port {} of 127.0.0.1 is taken", node.local_addr().port())), "{text}");
-    let taken = TcpListener::bind(ANY).unwrap();
+    let (ip, port) = (node.local_addr().ip(), node.local_addr().port());
+    assert!(text.contains(&format!("UDP port {port} of {ip} is taken")), "{text}");
+    let taken = TcpListener::bind(config(Role::Server).listen).unwrap();
     let (text, _) = failed(Config { listen: taken.local_addr().unwrap(), ..config(Role::Server) });
     assert!(text.contains("TCP port") && text.contains("--listen"), "{text}");
     let (text, _) = failed(Config { listen: "192.0.2.1:7471".parse().unwrap(), ..config(Role::Server) });

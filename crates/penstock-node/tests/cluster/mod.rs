@@ -13,13 +13,18 @@ use rustix::event::{PollFd, PollFlags, poll};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 pub(crate) const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
-/// A configuration for tests: any port of loopback.
+/// A configuration for tests: any port of an address of loopback that nothing else here has. One that starts anew at its port finds
+/// it free: a socket of another test that binds any port of [`ANY`] does not get it meanwhile.
 pub(crate) fn config(role: Role) -> Config {
-    Config { buffer_bytes: 4 << 20, ..Config::new(role, ANY) }
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let [high, low] = NEXT.fetch_add(1, Ordering::Relaxed).to_be_bytes();
+    let own = Ipv4Addr::new(127, 1 + (std::process::id() % 250) as u8, high, low.max(1));
+    Config { buffer_bytes: 4 << 20, ..Config::new(role, SocketAddr::from((own, 0))) }
 }
 
 pub(crate) fn daemon(config: Config) -> Daemon {
