@@ -35,6 +35,8 @@ def test_what_the_script_noted_is_beside_what_the_profile_says() -> None:
                 "ended": 110 * MS,
                 "beside_issued": 50 * MS,
                 "beside_ended": 53 * MS,
+                "wait_begun": 111 * MS,
+                "wait_ended": 111 * MS,
                 "step": 65 * MS - 4 * MS * rank,
             }
         ]

@@ -136,7 +136,7 @@ class _Window:
             self._rows = np.ones(len(met), bool)
             low, high = self._bounds(issued, ended)
         self.low, self.high = low, high
-        self.likely = _by_ends(ended[[meeting.kind is Kind.ALL for meeting in met]])
+        self.ended = ended[[meeting.kind is Kind.ALL for meeting in met]][:MOST_ENDS]
 
     def _bounds(self, issued: Floats, ended: Floats) -> tuple[Floats, Floats]:
         """Least and greatest correction of each host in the middle of the window."""
@@ -192,20 +192,22 @@ def _shortest(most: Floats) -> Floats | None:
     return None
 
 
-def _by_ends(ended: Floats) -> Floats:
-    """Corrections with which collectives end on all hosts at once, as they nearly do; nothing for hosts without any. Unlike
-    bounds these tell a rank that is always late from a clock that is wrong."""
-    ended = np.where(np.isfinite(ended), ended, np.nan)[:MOST_ENDS]
-    likely = np.full(ended.shape[1], np.nan)
-    likely[0] = 0
+def _by_ends(ended: Floats) -> tuple[Floats, Floats]:
+    """Corrections with which collectives end on all hosts at once, as they nearly do, and how far single ends are from that:
+    medians; not a number for hosts without any. Unlike bounds these tell a rank that is always late from a clock that is wrong."""
+    ended = np.where(np.isfinite(ended), ended, np.nan)
+    likely, spread = np.full((2, ended.shape[1]), np.nan)
+    likely[0] = spread[0] = 0
     coming = [0]
     while coming:
         at = coming.pop()
         apart = ended[:, [at]] - ended
         for other in np.flatnonzero(np.isnan(likely) & ~np.isnan(apart).all(axis=0)).tolist():
-            likely[other] = likely[at] + np.nanmedian(apart[:, other])
+            middle = np.nanmedian(apart[:, other])
+            likely[other] = likely[at] + middle
+            spread[other] = spread[at] + np.nanmedian(np.abs(apart[:, other] - middle))
             coming.insert(0, other)
-    return likely
+    return likely, spread
 
 
 def _joined(
@@ -226,6 +228,11 @@ def _joined(
     for at in range(len(distances) - 1, -1, -1):
         low[at] = np.maximum(low[at], low[at + 1] - distances[at])
         high[at] = np.minimum(high[at], high[at + 1] + distances[at])
+    # Of the two windows before and after, too: single ends are noticed late, by more than clocks drift meanwhile.
+    near = [windows[max(0, min(at - 2, len(windows) - 5)) :][:5] for at in range(len(windows))]
+    by_ends = np.array(
+        [_by_ends(np.concatenate([each.ended[: MOST_ENDS // len(some)] for _, each in some])) for some in near]
+    ).reshape(len(windows), 2, len(hosts))
     found = {hosts[0]: Clock()}
     unbound = []
     for at, host in enumerate(hosts[1:], 1):
@@ -237,9 +244,8 @@ def _joined(
             )
         if not (np.isfinite(low[:, at]).all() and np.isfinite(high[:, at]).all() and windows):
             unbound.append(host)
-        by_ends = np.array([each.likely[at] for _, each in windows])
-        likely, doubt_ns = _likely(by_ends, low[:, at], high[:, at])
-        if doubt_ns > WALL_AGREES_NS and np.isfinite(by_ends).any():
+        likely, doubt_ns = _likely(by_ends[:, 0, at], by_ends[:, 1, at], low[:, at], high[:, at])
+        if doubt_ns > WALL_AGREES_NS and np.isfinite(by_ends[:, 0, at]).any():
             problems.append(
                 f"by the wall clocks, collectives end {doubt_ns / 1e6:.1f} ms apart on {host} and {hosts[0]}: either the "
                 "clocks differ by that (does NTP run?) and waits are wrong by it, or one of the hosts is slow to notice an end"
@@ -260,25 +266,27 @@ def _joined(
     return found
 
 
-def _likely(by_ends: Floats, low: Floats, high: Floats) -> tuple[list[float], float]:
+def _likely(by_ends: Floats, spread: Floats, low: Floats, high: Floats) -> tuple[list[float], float]:
     """What the correction is likely to be in each window, and how far its two signs, ends and wall clocks, are apart.
 
-    Where collectives end at once by the wall clocks, too, their ends are the finer measure. Where not, the wall clocks count if
-    bounds allow: a host that lacks processor time may notice each end 100 ms late.
+    Where collectives end at once by the wall clocks, too, their ends are the finer measure, if they agree with each other better
+    than with those. Where not, the wall clocks count if bounds allow: a host that lacks processor time may notice each end
+    100 ms late.
     """
     count = len(by_ends)
     has_ends = np.flatnonzero(np.isfinite(by_ends))
     if not len(has_ends):
         return [0.0] * count, float(WALL_ERROR_NS)
     doubt_ns = abs(float(np.median(by_ends[has_ends])))
-    if doubt_ns > WALL_AGREES_NS and (low <= 0).all() and (high >= 0).all() and (high - low).max() > 2 * LOOSE_NS:
-        return [0.0] * count, doubt_ns
-    ends = np.interp(np.arange(count), has_ends, by_ends[has_ends])
-    # Of as many windows before as after, so that drift does not count.
-    near = [min(2, at, count - 1 - at) for at in range(count)]
-    smooth = [float(np.median(ends[at - near[at] : at + near[at] + 1])) for at in range(count)]
-    spread = float(np.median(np.abs(ends - smooth)))
-    return smooth, max(spread, doubt_ns if doubt_ns <= WALL_AGREES_NS else 0.0)
+    of_wall = [0.0] * count
+    if doubt_ns > WALL_AGREES_NS:
+        if (low <= 0).all() and (high >= 0).all() and (high - low).max() > 2 * LOOSE_NS:
+            return of_wall, doubt_ns
+        doubt_ns = 0.0
+    elif doubt_ns <= 2 * float(np.median(spread[has_ends])):
+        return of_wall, doubt_ns
+    ends: list[float] = np.interp(np.arange(count), has_ends, by_ends[has_ends]).tolist()
+    return ends, max(float(np.median(spread[has_ends])), doubt_ns)
 
 
 def _estimate(least: float, most: float, likely: float | None = None) -> tuple[float, float]:

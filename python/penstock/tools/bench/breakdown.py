@@ -20,6 +20,7 @@ import click
 
 from penstock.profiling.breakdown import Share
 from penstock.profiling.divide import WARM_UP_STEPS, divide
+from penstock.profiling.intervals import overlaps, union, without
 from penstock.reports import Column, Line, Table
 from penstock.tools.bench import machine
 from penstock.tools.bench.options import check_files
@@ -161,14 +162,10 @@ def judged(
         own = noted[share.rank]
         rows = []
         for at in [at for at in range(WARM_UP_STEPS, len(own)) if at not in disturbed]:
-            issued = max(step[at]["issued"] for step in noted)
-            beside = max(step[at]["beside_issued"] for step in noted)
+            issued_ns = [max(step[at][key] for step in noted) for key in ("issued", "beside_issued")]
             row = {category: float(own[at].get(category, 0)) for category in (*WORK, "step")}
-            row["exposed wait"] = issued - own[at]["issued"]
-            row["exposed wire"] = own[at]["ended"] - issued
+            row |= _moved(own[at], *issued_ns)
             row["exposed"] = row["exposed wire"] + row["exposed wait"]
-            row["hidden wait"] = beside - own[at]["beside_issued"]
-            row["hidden wire"] = own[at]["beside_ended"] - beside
             row["other"] += row["step"] - sum(row[category] for category in (*WORK, *MOVING[:2]))
             rows.append(row)
         means = {category: statistics.fmean(row[category] for row in rows) / 1e6 for category in rows[0]}
@@ -187,6 +184,22 @@ def judged(
             for category in (*WORK, "exposed", *MOVING, "step")
         ]
     return found
+
+
+def _moved(own: Mapping[str, int], issued_ns: int, beside_issued_ns: int) -> dict[str, float]:
+    """What the two sums of a step were to a rank, of which the last rank issued each then. As in the profile: exposed while the
+    rank stood still, and wire before wait where both go on."""
+    blocked = union([(own["issued"], own["ended"], None), (own["wait_begun"], own["wait_ended"], None)])
+    wire = union([(issued_ns, own["ended"], None), (beside_issued_ns, own["beside_ended"], None)])
+    wait = without(union([(own["issued"], issued_ns, None), (own["beside_issued"], beside_issued_ns, None)]), wire)
+    return {
+        f"{how} {what}": float(sum(end - start for start, end, _ in pieces))
+        for what, all_pieces in (("wire", wire), ("wait", wait))
+        for how, pieces in (
+            ("exposed", [(a, b, None) for a, b, _, _ in overlaps(all_pieces, blocked)]),
+            ("hidden", without(all_pieces, blocked)),
+        )
+    }
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:

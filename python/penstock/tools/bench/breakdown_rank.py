@@ -20,7 +20,8 @@ from penstock.tools.bench.planted import core_of
 
 Notes = dict[str, int]
 """Of a step, in ns: how long each phase took, by its name; and when the sums of the gradients and of what moves beside were
-issued and had ended, on the machine's monotonic clock: ``issued``, ``ended``, ``beside_issued``, ``beside_ended``."""
+issued and had ended, on the machine's monotonic clock: ``issued``, ``ended``, ``beside_issued``, ``beside_ended``; and when the
+step waited for the latter: ``wait_begun``, ``wait_ended``."""
 
 
 def train(plan: Plan, folder: Path) -> None:
@@ -111,7 +112,9 @@ def train(plan: Plan, folder: Path) -> None:
             loss.backward()
             note["forward"] = middle_ns - start_ns
             note["backward"] = time.monotonic_ns() - middle_ns - (note["ended"] - note["issued"])
+            note["wait_begun"] = time.monotonic_ns()
             work.wait()  # type: ignore[union-attr]
+            note["wait_ended"] = time.monotonic_ns()
             with noted("clip"):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             if number % 4 == 3:
