@@ -337,6 +337,23 @@ def test_where_bounds_are_loose_ends_and_wall_clocks_decide(wall: int, ends: int
     assert any("ms apart" in problem for problem in problems) == (ends > 0 and wall == 0)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_ends_that_are_noticed_late_by_chance_are_no_finer_than_wall_clocks(seed: int) -> None:
+    """Rank 1 is last in all operations, so that bounds are loose. Each host notices each end up to 12 ms late, as one whose
+    processors are busy does: the wall clocks, which are right, count."""
+    draw = random.Random(f"ends {seed}")
+    job = Job(["a", "b"], [0, SECOND], [0.0, 0.0], [0, 0])
+    for step in range(3):
+        for number in range(2):
+            issued = (10 * step + number) * SECOND
+            end = issued + 320 * MS
+            issues = {0: issued, 1: issued + 300 * MS}
+            job.operate(step, "all_reduce", "0", issues, {rank: end + draw.randrange(12 * MS) for rank in range(2)})
+    records = job.done()
+    [_, clock] = clocks(records, meetings(records))[0].values()
+    assert clock.on_first(job.reads(1, 5 * SECOND)) == pytest.approx(5 * SECOND, abs=US)
+
+
 def test_a_sample_without_collectives_takes_what_those_beside_it_say() -> None:
     """In step 1 there are sends only, late by much both ways; ends of the collectives in steps 0 and 2 count for it, too. Where a
     job has sends only, the wall clocks do."""

@@ -85,11 +85,29 @@ def test_a_rare_evaluation_is_waited_for_in_its_step_alone(where: int) -> None:
     first, second = breakdown.shares
     assert sums_up(first) and sums_up(second) and first.step_ns == second.step_ns == 88 * MS
     assert first.work["evaluation"] == 10 * MS and first.work["backward"] == pytest.approx(40 * MS)
-    assert second.work["backward"] == pytest.approx(40 * MS)
+    # In a sampled step it is seen that the first two buckets, which usually are hidden, move after the wait: its 30 ms of wire
+    # beside 10 of the other make it less sure what steps without a sample have.
+    near = 0.01 if where == 5 else 1e-6
+    assert second.work["backward"] == pytest.approx(40 * MS, rel=near)
     moving = second.communication[SYNC]
-    assert moving.exposed_ns == pytest.approx(20 * MS) and set(moving.waited_for) == {0}
-    # In a sampled step it is seen that the first two buckets, which usually are hidden, move after the wait.
-    assert moving.exposed_wire_ns == pytest.approx((12 if where == 5 else 10) * MS, rel=1e-5)
+    assert moving.exposed_ns == pytest.approx(20 * MS, rel=2 * near) and set(moving.waited_for) == {0}
+    assert moving.exposed_wire_ns == pytest.approx((12 if where == 5 else 10) * MS, rel=5 * near)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_waits_differ_from_step_to_step_and_few_are_sampled(seed: int) -> None:
+    """In each step some rank begins its passes later, by up to 30 ms, and the wire of each step takes longer or shorter. Three
+    samples of 60 steps tell by the marks of the others what samples of all steps tell."""
+    draw = random.Random(f"lateness {seed}")
+    late = {(draw.randrange(2), step): draw.randrange(30) * MS for step in range(60)}
+    sampled = draw.sample(range(2, 60), 3)
+    few, all_ = (divide(data_parallel(2, 60, which, evaluation_ns=late, buckets=1)) for which in (sampled, range(60)))
+    for one, other in zip(few.shares, all_.shares, strict=True):
+        moving, truly = one.communication[SYNC], other.communication[SYNC]
+        assert sums_up(one) and one.work["backward"] == pytest.approx(other.work["backward"], rel=0.03)
+        assert moving.exposed_wire_ns == pytest.approx(truly.exposed_wire_ns, rel=0.03)
+        assert moving.exposed_wait_ns == pytest.approx(truly.exposed_wait_ns, rel=0.03)
+        assert moving.waited_for.keys() == truly.waited_for.keys()
 
 
 @pytest.mark.parametrize(

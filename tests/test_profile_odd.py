@@ -407,7 +407,7 @@ def test_an_operation_that_runs_on_after_its_step(odd: Any) -> None:
         ranks=2,
     )
     first, second = records
-    assert [[sample.step for sample in record.samples] for record in records] == [[4, 8, 16]] * 2
+    assert [[sample.step for sample in record.samples] for record in records] == [[4, 9, 15]] * 2
     [whole] = first.samples[0].operations
     assert (whole.name, whole.bytes) == ("all_reduce", 12) and not second.samples[0].operations
     assert first.steps[4].start_ns <= whole.issued_ns <= first.steps[4].end_ns
@@ -435,7 +435,7 @@ def test_a_fork_while_the_profiler_waits(odd: Any) -> None:
         "dist.destroy_process_group()\n",
         ranks=2,
     )
-    assert [[sample.step for sample in record.samples] for record in records] == [[4, 8, 16]] * 2
+    assert [[sample.step for sample in record.samples] for record in records] == [[4, 9, 15]] * 2
     assert [one.name for one in records[0].samples[0].operations] == ["recv"] and "forked" not in said
 
 
@@ -452,7 +452,7 @@ def test_gloos_reduce_scatter_is_over_once_it_was_waited_for(odd: Any) -> None:
         "dist.destroy_process_group()\n",
         ranks=2,
     )
-    assert [[sample.step for sample in record.samples] for record in records] == [[4, 8, 16]] * 2, said
+    assert [[sample.step for sample in record.samples] for record in records] == [[4, 9, 15]] * 2, said
     for record in records:
         assert {one.name for one in record.samples[-1].operations} >= {"all_gather", "reduce_scatter"}
 
@@ -489,7 +489,7 @@ def test_a_functional_collective_that_nobody_waits_for_yet(odd: Any) -> None:
         "dist.destroy_process_group()\n",
         ranks=2,
     )
-    assert [[sample.step for sample in record.samples] for record in records] == [[4, 8, 16]] * 2
+    assert [[sample.step for sample in record.samples] for record in records] == [[4, 9, 15]] * 2
 
 
 def test_a_functional_collective_that_nobody_waits_for(odd: Any) -> None:

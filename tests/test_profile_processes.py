@@ -130,7 +130,7 @@ def test_optimizers_that_step_in_a_backward_pass(ran: Any, thread: str) -> None:
     assert job.code == 0 and "left out" not in {event.kind for event in job.record.events}
     assert [step.number for step in job.record.steps] == list(range(20))
     # One that takes too long is given up.
-    assert job.record.samples and {sample.step for sample in job.record.samples} <= {4, 8, 16}
+    assert job.record.samples and {sample.step for sample in job.record.samples} <= {4, 9, 15}
     after_ns: list[int] = []
     for step in job.record.steps[2:]:
         shape = [span.phase for span in step.spans if span.phase not in ("profiler", "forward")]
@@ -494,7 +494,7 @@ def test_operations_of_the_step_before_keep_no_sample() -> None:
             calls.in_flight.add(works[-1])
 
     _steps(sampling, calls, 30, each)
-    assert [one.step for one in put if isinstance(one, Sample)] == [4, 8, 16]
+    assert [one.step for one in put if isinstance(one, Sample)] == [4, 9, 15]
     assert not sampling.is_running and not [one for one in put if "failed" in getattr(one, "text", "")]
 
 

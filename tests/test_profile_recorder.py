@@ -25,7 +25,7 @@ from penstock.tools.profile.recorder.settling import InFlight, settled
 
 SCRIPT = pathlib.Path(__file__).parent / "profiled" / "train.py"
 STEPS = 20
-SAMPLES = [4, 8, 16]
+SAMPLES = [4, 9, 15]
 
 
 class Profiled:

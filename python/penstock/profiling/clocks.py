@@ -194,7 +194,7 @@ def _shortest(most: Floats) -> Floats | None:
 
 def _by_ends(ended: Floats) -> tuple[Floats, Floats]:
     """Corrections with which collectives end on all hosts at once, as they nearly do, and how far single ends are from that:
-    medians; not a number for hosts without any. Unlike bounds these tell a rank that is always late from a clock that is wrong."""
+    medians; not a number for hosts without any. Unlike bounds these tell a rank that is always late from a wrong clock."""
     ended = np.where(np.isfinite(ended), ended, np.nan)
     likely, spread = np.full((2, ended.shape[1]), np.nan)
     likely[0] = spread[0] = 0

@@ -10,20 +10,17 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from penstock.numbers import plural
+from penstock.profiling.between import GAP_NS, Kind, Seen, told
 from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Breakdown, Moving, Share
 from penstock.profiling.clocks import WALL_AGREES_NS, Clock, clocks
 from penstock.profiling.intervals import Piece, clipped, overlaps, union, without
-from penstock.profiling.lateness import Beginnings, Key, Lateness
+from penstock.profiling.lateness import Beginnings, Key
 from penstock.profiling.matching import by_rank, meetings
 from penstock.profiling.phases import marked_waits, phases
 from penstock.profiling.record import Record, Sample, Step
 from penstock.profiling.turns import Course, Turns, turns
 
 __all__ = ["GAP_NS", "OUTLIER", "WARM_UP_STEPS", "divide", "flight", "standing"]
-
-Kind = tuple[str, str, int | None]
-"""Purpose; ``wire``, ``wait`` or ``unknown``; for a wait the rank that came last."""
-
 
 _K = TypeVar("_K")
 
@@ -114,22 +111,10 @@ def standing(
 class _Sums:
     """Of one rank over its steps, in ns."""
 
-    marked: dict[str, float] = field(default_factory=dict)
-    """By phase, without marked waits, in all steps."""
-    marked_sampled: dict[str, float] = field(default_factory=dict)
-    """The same in sampled steps."""
-    unmarked: dict[str, float] = field(default_factory=dict)
-    """Of that, when the thread stood still for communication without a mark."""
-    waits: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Marked waits by operation and group, in all steps."""
-    exposed: dict[Key, dict[Kind, float]] = field(default_factory=dict)
-    """What they were in sampled steps; without a key, what `unmarked` was."""
-    unusual: dict[Key, dict[Kind, float]] = field(default_factory=dict)
-    """Of that, while another rank came later than usual: nothing follows from it for steps without a sample."""
-    unusual_phases: dict[str, float] = field(default_factory=dict)
-    """The same of `unmarked`."""
-    late: dict[Kind, float] = field(default_factory=dict)
-    """In steps without a sample: waits for a rank that came later than usual. In no other sum."""
+    work: dict[str, float] = field(default_factory=dict)
+    """By phase, in all steps: as marked, without marked waits, and in sampled steps without what stood still without a mark."""
+    seen: dict[Key, list[Seen]] = field(default_factory=dict)
+    """Backward passes as marked, and marked waits."""
     hidden: dict[Kind, float] = field(default_factory=dict)
     bytes: dict[str, float] = field(default_factory=dict)
     operations: dict[str, float] = field(default_factory=dict)
@@ -148,36 +133,40 @@ def _share(record: Record, judged: Turns, beginnings: Beginnings, problems: list
     sums = _Sums()
     sampled = 0
     previous: list[Course] = []
-    usual = _usual_lateness(rank, steps, beginnings)
-    lengths: list[_Length] = []
+    # Autograd may work in a thread of its own.
+    can_stand = not any(sample.device is not None or not sample.busy for sample in samples.values())
     for step in steps:
         sample = samples.get(step.number)
         timeline, waits = phases(step), marked_waits(step)
-        worked = _by_value(without(timeline, waits))
-        waited = _by_value(waits)
-        _add(sums.marked, worked)
-        _add(sums.waits, waited)
-        unused_ns = step.end_ns - step.start_ns - sum(waited.values()) - step.thread_ns
-        by_key = {None: worked.get("backward", 0.0), **dict[Key, float](waited.items())}
-        lengths.append(_Length(step, sample is not None, by_key, unused_ns))
+        worked, waited = _by_value(without(timeline, waits)), _by_value(waits)
+        _add(sums.work, worked)
+        kinds: dict[Key, dict[Kind, float]] = {}
+        longer: dict[Key, float] = {}
         if sample is not None:
             sampled += 1
             own = courses.get(step.number, [])
             here = [course for course in previous if course.operation.ended_ns > step.start_ns] + own
-            _add(sums.marked_sampled, worked)
-            excess = {}
-            for key, ns in usual.items():
-                late = beginnings.lateness(rank, step.number, key, without_profiler=True)
-                excess[key] = late.ns - ns if late is not None else 0.0
-            for key, ns in _look(sums, step, sample, timeline, waits, here, excess).items():
-                lengths[-1].by_key[key] -= ns
-                lengths[-1].unused_ns -= ns
+            kinds, longer = _look(sums, step, sample, timeline, waits, here)
             for course in own:
                 _add(sums.bytes, {course.purpose: course.operation.bytes})
                 _add(sums.operations, {course.purpose: 1})
             previous = own
-    can_stand = not any(sample.device is not None or not sample.busy for sample in samples.values())
-    _take_late(sums, rank, lengths, beginnings, usual, can_stand)
+        unused_ns = step.end_ns - step.start_ns - sum(waited.values()) - step.thread_ns - longer.get(None, 0.0)
+        lengths: list[tuple[Key, float]] = [*waited.items()]
+        if "backward" in worked:
+            lengths.append((None, worked["backward"]))
+        for key, ns in lengths:
+            late = beginnings.lateness(rank, step.number, key, without_profiler=True)
+            with_profiler = beginnings.lateness(rank, step.number, key)
+            one = Seen(
+                ns - longer.get(key, 0.0),
+                late,
+                0.0 if with_profiler is None else with_profiler.ns,
+                unused_ns if can_stand and step.thread_ns else None,
+                worked.get("forward", 0.0),
+                None if sample is None else kinds.get(key, {}),
+            )
+            sums.seen.setdefault(key, []).append(one)
     if sampled == 0:
         problems.append(
             f"rank {rank} has no sampled step after its first {_warm_up(record)}: its communication is not told apart, exposed "
@@ -196,90 +185,6 @@ def _share(record: Record, judged: Turns, beginnings: Beginnings, problems: list
     return _mean(rank, steps, sampled, sums)
 
 
-@dataclass
-class _Length:
-    """Of a step, in ns. Of a sampled one without what makes it longer than usual ones (`_look`)."""
-
-    step: Step
-    is_sampled: bool
-    by_key: dict[Key, float]
-    """Of marked waits, and of the backward pass without them."""
-    unused_ns: float
-    """In which the thread used no processor, without marked waits."""
-
-
-def _take_late(
-    sums: _Sums,
-    rank: int,
-    lengths: list[_Length],
-    beginnings: Beginnings,
-    usual: Mapping[Key, float],
-    can_stand: bool,
-) -> None:
-    """Move to `_Sums.late`, or to the profiler, what unusual lateness of another rank explains in steps without a sample.
-
-    That is no more than what a backward pass or a wait lasts beyond the longest of a sampled step. Of a backward pass it is no
-    more than what the thread used no processor for beyond that, either.
-
-    Args:
-        can_stand: whether a backward pass can stand still: autograd does not work in another thread.
-    """
-    longest: dict[Key, float] = {}
-    idle_ns = 0.0
-    for one in lengths:
-        if one.is_sampled:
-            idle_ns = max(idle_ns, one.unused_ns)
-            for key, ns in one.by_key.items():
-                longest[key] = max(longest.get(key, 0.0), ns)
-    for one in lengths:
-        if one.is_sampled:
-            continue
-        step = one.step
-        for key, ns in one.by_key.items():
-            beyond = ns - longest.get(key, ns)
-            if key is None:
-                beyond = min(beyond, one.unused_ns - idle_ns) if can_stand and step.thread_ns else 0.0
-            if beyond < GAP_NS:
-                continue
-            late = beginnings.lateness(rank, step.number, key)
-            moved_ns = min(late.ns - usual.get(key, 0.0), beyond) if late is not None else 0.0
-            if late is None or moved_ns < GAP_NS:
-                continue
-            if key is None:
-                sums.marked["backward"] -= moved_ns
-            else:
-                sums.waits[key] -= moved_ns
-            without_it = beginnings.lateness(rank, step.number, key, without_profiler=True) or Lateness(0.0, None)
-            profiler_ns = min(moved_ns, max(0.0, late.ns - without_it.ns)) if without_it.last is not None else moved_ns
-            _add(sums.marked, {"profiler": profiler_ns})
-            if without_it.last is not None:
-                kind: Kind = (_purpose(sums, key), "wait", without_it.last)
-                _add(sums.late, {kind: moved_ns - profiler_ns})
-
-
-def _usual_lateness(rank: int, steps: list[Step], beginnings: Beginnings) -> dict[Key, float]:
-    """How much later than this rank the last one begins a backward pass, and each marked wait: medians, in ns."""
-    found: dict[Key, list[float]] = {}
-    for step in steps:
-        keys: set[Key] = {(wait.operation, wait.group) for wait in step.waits}
-        if any(span.phase == "backward" for span in step.spans):
-            keys.add(None)
-        for key in keys:
-            late = beginnings.lateness(rank, step.number, key, without_profiler=True)
-            if late is not None:
-                found.setdefault(key, []).append(late.ns)
-    return {key: statistics.median(each) for key, each in found.items()}
-
-
-def _purpose(sums: _Sums, key: Key) -> str:
-    """What a wait is mostly for: as in sampled steps, else what moves most bytes there."""
-    by_purpose: dict[str, float] = {}
-    for (purpose, _, _), ns in sums.exposed.get(key, {}).items():
-        _add(by_purpose, {purpose: ns})
-    choices = by_purpose or sums.bytes
-    return max(choices, key=lambda purpose: choices[purpose], default=OTHER)
-
-
 def _look(
     sums: _Sums,
     step: Step,
@@ -287,14 +192,9 @@ def _look(
     timeline: list[Piece[str]],
     waits: list[Piece[tuple[str, str]]],
     courses: list[Course],
-    excess: Mapping[Key, float],
-) -> dict[Key, float]:
-    """Add what a sample tells of its step. Returns by how much a backward pass, and marked waits, are longer than in usual steps:
-    torch's profiler has held up another rank, which counts as the profiler's and as nothing else; or another was late.
-
-    Args:
-        excess: by how much the last rank began a backward pass, and each marked wait, later than usual.
-    """
+) -> tuple[dict[Key, dict[Kind, float]], dict[Key, float]]:
+    """Add what a sample tells of its step. Returns what the backward pass, while it stood still without a mark, and marked waits
+    were; and by how much torch's profiler made them longer: it has held up another rank, which counts as the profiler's."""
     moving = flight(courses, step.start_ns, step.end_ns)
     unmarked = standing(step, sample, waits, moving)
     longer: dict[Key, float] = {}
@@ -305,40 +205,27 @@ def _look(
     made = union([*made, *((a, b, None) for a, b, kind, _ in overlaps(moving, stood) if kind[1:] == ("wait", None))])
     if made:
         for start, end, phase, _ in overlaps(timeline, _both(unmarked, made)):
-            _add(sums.marked, {phase: start - end})
-            _add(sums.marked_sampled, {phase: start - end})
+            _add(sums.work, {phase: start - end})
             longer[None] = longer.get(None, 0.0) + end - start
         for start, end, marked, _ in overlaps(waits, made):
-            _add(sums.waits, {marked: start - end})
             longer[marked] = longer.get(marked, 0.0) + end - start
-        _add(sums.marked, {"profiler": sum(end - start for start, end, _ in made)})
+        _add(sums.work, {"profiler": sum(end - start for start, end, _ in made)})
         # What is on the wire meanwhile would have been while this rank computed.
         _add(sums.hidden, _by_value((a, b, kind) for a, b, kind, _ in overlaps(moving, made) if kind[1] == "wire"))
         moving, unmarked, waits = without(moving, made), without(unmarked, made), without(waits, made)
     for start, end, phase, _ in overlaps(timeline, unmarked):
-        sums.unmarked[phase] = sums.unmarked.get(phase, 0) + end - start
-    blocked = sorted(
-        [(a, b, key) for a, b, key in waits] + [(a, b, None) for a, b, _ in unmarked], key=lambda each: each[0]
-    )
-    if blocked and excess.get(blocked[0][2], 0.0) >= GAP_NS:
-        # Until it has waited for them, this rank is earlier than the others.
-        unusual = _first([(a, b, None) for a, b, _ in blocked], excess[blocked[0][2]])
-        for start, end, phase, _ in overlaps(timeline, _both(unmarked, unusual)):
-            _add(sums.unusual_phases, {phase: end - start})
-        for start, end, key, _ in overlaps(blocked, unusual):
-            longer[key] = longer.get(key, 0.0) + end - start
-            _add(sums.unusual.setdefault(key, {}), _by_value(clipped(moving, start, end)))
+        _add(sums.work, {phase: start - end})
     purpose_of = {(course.operation.name, course.operation.group): course.purpose for course in courses}
-    exposed = sums.exposed.setdefault(None, {})
+    kinds: dict[Key, dict[Kind, float]] = {}
     for start, end, kind, _ in overlaps(moving, unmarked):
-        exposed[kind] = exposed.get(kind, 0) + end - start
+        _add(kinds.setdefault(None, {}), {kind: end - start})
     for piece, inside in _grouped(waits, moving):
-        _add(sums.exposed.setdefault(piece[2], {}), _within(piece, inside, purpose_of))
+        _add(kinds.setdefault(piece[2], {}), _within(piece, inside, purpose_of))
     still = union([*((a, b, None) for a, b, _ in waits), *unmarked])
     _add(sums.hidden, _by_value(piece for piece in without(moving, still) if piece[2][1:] != ("wait", None)))
     late = [(course.operation.issued_ns, course.operation.ended_ns, None) for course in courses]
     sums.running_on += sum(b - a for a, b, _ in union(clipped(late, step.end_ns, 1 << 63)))
-    return longer
+    return kinds, longer
 
 
 def _first(pieces: list[Piece[None]], most_ns: float) -> list[Piece[None]]:
@@ -388,43 +275,19 @@ def _within(
 
 
 def _mean(rank: int, steps: list[Step], sampled: int, sums: _Sums) -> Share:
-    """The mean step: phases from all steps; what marks do not see, in the proportion of the sampled ones."""
+    """The mean step: phases and marked waits from all steps; what marks do not see, by the sampled ones (`between.told`)."""
     count = len(steps)
-    still = 0.0
-    work = {}
-    for phase in PHASES:
-        marked = sums.marked.get(phase, 0.0)
-        seen = sums.marked_sampled.get(phase, 0.0)
-        unmarked = sums.unmarked.get(phase, 0.0)
-        unusual = sums.unusual_phases.get(phase, 0.0)
-        if seen - unusual > 0:
-            # In steps without a sample the same part of the phase.
-            as_usual = max(0.0, unmarked - unusual) / (seen - unusual) * (marked - seen)
-            unmarked += as_usual
-            still += as_usual
-        if marked - unmarked > 0:
-            work[phase] = (marked - unmarked) / count
-    exposed: dict[Kind, float] = {kind: late / count for kind, late in sums.late.items()}
-    amounts: dict[Key, float] = {**dict[Key, float](sums.waits.items()), None: still}
-    for key, seen_in in sums.exposed.items():
-        _add(exposed, {kind: part / count for kind, part in seen_in.items()})
-        if key is not None:
-            amounts[key] -= sum(seen_in.values())
-    for key, amount in amounts.items():
-        # Of steps without a sample.
-        if amount <= 0:
-            continue
-        unusual_kinds = sums.unusual.get(key, {})
-        seen_in = sums.exposed.get(key, {})
-        as_sampled = {
-            kind: part - unusual_kinds.get(kind, 0.0)
-            for kind, part in seen_in.items()
-            if part > unusual_kinds.get(kind, 0.0)
-        }
-        as_sampled = as_sampled or seen_in
-        total = sum(as_sampled.values())
-        for kind, part in (as_sampled if total else {(OTHER, "unknown", None): 1.0}).items():
-            _add(exposed, {kind: amount / count * (part / total if total else 1.0)})
+    exposed: dict[Kind, float] = {}
+    for key, seen in sums.seen.items():
+        for one in seen:
+            _add(exposed, one.kinds or {})
+        others = told(seen, lambda: max(sums.bytes, key=sums.bytes.__getitem__, default=OTHER), is_pass=key is None)
+        _add(exposed, others.exposed)
+        _add(sums.work, {"profiler": others.profiler_ns})
+        if key is None:
+            _add(sums.work, {"backward": -others.profiler_ns - sum(others.exposed.values())})
+    work = {phase: ns / count for phase in PHASES if (ns := sums.work.get(phase, 0.0)) > 0}
+    exposed = {kind: ns / count for kind, ns in exposed.items()}
     hidden = {kind: part / sampled for kind, part in sums.hidden.items()}
     exposed, hidden = _resolved(exposed, exposed, hidden), _resolved(hidden, hidden, exposed)
     communication = {}
@@ -587,6 +450,3 @@ WARM_UP_STEPS = 2
 
 OUTLIER = 5
 """So many times the median is worth a word: a checkpoint, an evaluation, a stall."""
-
-GAP_NS = 100_000
-"""Between two operators of a backward pass lie some microseconds; the autograd engine's locks and the profiler make some tens."""

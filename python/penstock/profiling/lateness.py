@@ -60,7 +60,7 @@ class Beginnings:
         was first by most. None if no rank that this one waits for in it began it as often. O(hosts), and once O(ranks).
 
         Ranks wait for those that they have met in the group, in operations of all ranks; not in what has a root, nor in sends
-        and receives. What clocks of two hosts may be wrong by is not counted.
+        and receives. What is less than the clocks of two hosts may be wrong by is not counted.
 
         Args:
             without_profiler: as if torch's profiler had held up nobody (`held_up`).
@@ -79,10 +79,10 @@ class Beginnings:
                 for its, other in lasts:
                     if other == rank:
                         continue
-                    by_ns = its - mine - unsure
+                    by_ns = its - mine
                     if found is None:
                         found = Lateness(0.0, None)
-                    if by_ns > found.ns:
+                    if by_ns > max(found.ns, unsure):
                         found = Lateness(by_ns, other)
         return found
 

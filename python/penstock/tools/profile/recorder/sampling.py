@@ -21,11 +21,12 @@ from penstock.tools.profile.recorder.settling import settled
 
 __all__ = ["Sampling"]
 
-EARLY = (4, 8, 16)
-"""Steps that are sampled whatever it costs, so that a short run has three samples."""
+EARLY = (4, 9, 15)
+"""Steps that are sampled whatever it costs, so that a short run has three samples. What a script does in each second or fourth
+step is not in all of them."""
 
-_ODD = 21
-"""The remainder of samples by their distance. Were it 0, what a script does in each 32nd or 64th step would be in all of them."""
+_SLOT = 32
+"""Later there is one sample in so many steps at the most, at an odd place: see `_place`."""
 
 SHARE = 0.01
 """Of the time that samples may cost."""
@@ -67,14 +68,13 @@ class _Over:
 class Sampling:
     """Decides which steps are samples, and runs the profiler in them.
 
-    The distance between samples is a power of two, and samples are `_ODD` behind its multiples. Each rank finds its own distance
-    from what samples cost it. Where ranks differ, the rank with the longer distance samples some of the steps of the other, so
-    that nothing need be agreed.
+    The distance between samples is a power of two. Each rank finds its own from what samples cost it. Where ranks differ, the rank
+    with the longer distance samples some of the steps of the other, so that nothing need be agreed.
     """
 
     def __init__(self, put: Callable[[Sample | Event], None]) -> None:
         self._put = put
-        self.distance = 2 * EARLY[-1]
+        self.distance = _SLOT
         self._told = 0
         self._profiler: Profiler | None = None
         self._target = 0
@@ -210,7 +210,9 @@ class Sampling:
         return target if self._is_sample(target) else None
 
     def _is_sample(self, number: int) -> bool:
-        return number in EARLY or (number >= 2 * EARLY[-1] and number % self.distance == _ODD)
+        slot, place = divmod(number, _SLOT)
+        is_late = slot > 0 and slot % (self.distance // _SLOT) == 0 and place == _place(slot)
+        return is_late or number in EARLY
 
     def _start(self, target: int, calls: Calls) -> None:
         if is_used_by_script():
@@ -322,8 +324,14 @@ def _free_bytes() -> int:
     return _NEVER
 
 
+def _place(slot: int) -> int:
+    """Where in a slot its sample is: from 8 to 23, the same on all ranks, and else by chance. Were it always the same, what a
+    script does in each fourth or 32nd step would be in all samples or in none."""
+    return 8 + ((slot * 0x9E3779B1 & 0xFFFFFFFF) >> 28)
+
+
 def _distance(costs: Sequence[int], plain: Sequence[int]) -> int:
     """The power of two at which samples cost their share."""
     usual = statistics.median(plain) if plain else 0
     wanted = statistics.median(costs) / (SHARE * usual) if usual else 0
-    return max(2 * EARLY[-1], 1 << max(0, int(min(wanted, 1 << 40)) - 1).bit_length())
+    return max(_SLOT, 1 << max(0, int(min(wanted, 1 << 40)) - 1).bit_length())
