@@ -164,6 +164,31 @@ def test_a_long_pass_without_a_sample_is_no_wait_by_itself(why: str) -> None:
     assert share.work["backward"] + share.communication[SYNC].exposed_wire_ns == pytest.approx(60 * MS)
 
 
+@pytest.mark.parametrize("is_summed", [True, False])
+def test_of_two_passes_a_step_those_count_in_which_gradients_are_summed(is_summed: bool) -> None:
+    """In step 8 rank 1 begins the first pass 20 ms later, and the second 10 ms. If the first one's gradients are summed, rank 0 has
+    waited for both. If they are accumulated it has waited for the second alone: rank 1 has caught up by then."""
+    records = [Record(header(rank, 2)) for rank in range(2)]
+    for number in range(12):
+        at, (first, second) = 1000 * MS * number, (20 * MS, 10 * MS) if number == 8 else (0, 0)
+        for rank, record in enumerate(records):
+            waits = [first * is_summed, second]
+            begin = at + 100 * MS + first * rank
+            end = begin + 60 * MS + waits[0] * (1 - rank) if is_summed else at + 160 * MS
+            then = max(at + 200 * MS + waits[0], end) + second * rank
+            last = then + 60 * MS + second * (1 - rank)
+            spans = (Span("forward", at, begin), Span("backward", begin, end), Span("backward", then, last))
+            used = last - at - 20 * MS - sum(waits) * (1 - rank)
+            record.steps.append(Step(number, at, last + 10 * MS, spans, (), used))
+            if number in (3, 6, 9):
+                ends = [(end, 0), (last, 1)] if is_summed else [(last, 0)]
+                own = [Operation("all_reduce", "0", k, at - 10 * MS, at, 8, 2, None, SYNC) for at, k in ends]
+                busy = ((at, end - 10 * MS), (then, last - 10 * MS))
+                record.samples.append(Sample(number, busy, tuple(own)))
+    waited = [share.communication[SYNC].waited_for for share in divide(records).shares]
+    assert waited == [{1: pytest.approx((3 if is_summed else 1) * MS)}, {}]
+
+
 def test_a_wait_without_a_sample_is_for_a_rank_of_the_same_sum() -> None:
     """Two groups of two ranks: the first begins its passes 100 ms later, as another pipeline stage does, and nobody of the second
     waits for it. In step 8 rank 3 is 30 ms late for rank 2."""

@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -236,7 +237,8 @@ def test_faults_that_programs_do_not_find_fail_a_test(name: str) -> None:
     package = ROOT / "crates" / fault.test.package
     *_, function = fault.test.name.split("::")
     files = [package / "tests" / f"{fault.test.file}.rs"] if fault.test.file else (package / "src").rglob("*.rs")
-    assert any(f"\nfn {function}(" in file.read_text() for file in files), f"{name}: there is no test {fault.test}"
+    is_there = any(re.search(rf"^ *fn {function}\(", file.read_text(), re.MULTILINE) for file in files)
+    assert is_there, f"{name}: there is no test {fault.test}"
 
 
 def test_what_a_test_of_the_crates_prints_is_understood() -> None:

@@ -45,8 +45,11 @@ class EngineFault:
 _GROUPS = "penstock-core/src/groups"
 _PEER = "penstock-stream/src/peer"
 _DRIVER = "penstock-net/src/driver"
+_ENDPOINT = "penstock-core/src/endpoint"
 # What finds faults in how threads use claims.
 _STANDING = Test("penstock-engine", "virtual_time::threads_that_stand_still_within_claims")
+_ORDER = "programs tell what ranks get, not when: nothing is wrong but the order in which frames leave"
+_NO_ENDPOINTS = "programs make no calls of endpoints"
 _STANDS_STILL = "it takes a fault, or a second copy, while a thread stands still within a claim"
 
 FAULTS = {
@@ -495,6 +498,160 @@ FAULTS = {
         "(!comes).then(|| (false, self",
         "what needs a rank in a channel that this has closed fails the group",
         seed=4_000_000,
+    ),
+    # -------------------------------------------------------------------------------------------------------- urgency
+    "usual-frames-first": EngineFault(
+        f"{_PEER}/send.rs",
+        "let first = self.outbox.ready.first();",
+        "let first = self.outbox.ready.last();",
+        "what is least urgent leaves first",
+        expected=_ORDER,
+        test=Test("penstock-stream", "peer::tests::rates::urgent_messages_overtake_at_frames"),
+    ),
+    "no-stream-left-free": EngineFault(
+        f"{_PEER}/urgency.rs",
+        "(now < self.urgency.here && self.can_have_express() && is_well).then_some(*id)",
+        "(now < self.urgency.here && self.can_have_express() && is_well && false).then_some(*id)",
+        "no stream is left free for what is urgent",
+        expected=_ORDER,
+        test=Test("penstock-stream", "peer::tests::streams::urgency_keeps_a_stream_free_and_holds_the_rest"),
+    ),
+    "claims-not-obeyed": EngineFault(
+        f"{_PEER}/urgency.rs",
+        "let is_held = now < self.urgency.held && !self.config.descriptors;",
+        "let is_held = false && now < self.urgency.held && !self.config.descriptors;",
+        "bulk leaves while another process of the host is urgent",
+        expected=_ORDER,
+        test=Test("penstock-stream", "peer::tests::streams::urgency_keeps_a_stream_free_and_holds_the_rest"),
+    ),
+    "a-peer-that-stands-still-is-waited-for": EngineFault(
+        f"{_PEER}/urgency.rs",
+        "waiting.peek().is_none() || waiting.any(|stream| stream.silence(now) < SILENT)",
+        "waiting.peek().is_none() || waiting.any(|stream| stream.silence(now) < 9 * SILENT * SILENT)",
+        "bulk waits behind urgent messages to a peer that takes nothing",
+        expected=_ORDER,
+        test=Test("penstock-stream", "peer::tests::streams::unused_streams_do_not_tell_that_a_peer_is_well"),
+    ),
+    "pauses-not-obeyed": EngineFault(
+        f"{_PEER}/urgency.rs",
+        "self.pauses.least_urgent(now).filter(|_| !self.urgency.ignores_pauses);",
+        "self.pauses.least_urgent(now).filter(|_| false);",
+        "bulk leaves while its receiver takes what is urgent",
+        expected=_ORDER,
+        test=Test("penstock-stream", "peer::tests::pauses::a_pause_holds_what_is_less_urgent"),
+    ),
+    "pauses-of-any-length": EngineFault(
+        f"{_PEER}/pauses.rs",
+        "header.offset.min(PAUSE_MOST)",
+        "header.offset",
+        "a receiver can stop its senders for as long as it likes",
+        expected=_ORDER,
+        test=Test("penstock-stream", "peer::tests::pauses::pauses_end"),
+    ),
+    "pauses-for-short-messages": EngineFault(
+        f"{_PEER}/pauses.rs",
+        "priority.is_urgent() && header.total >= LONG && !is_topped",
+        "priority.is_urgent() && !is_topped",
+        "a receiver stops its senders for what has come already",
+        expected=_ORDER,
+        test=Test("penstock-stream", "peer::tests::pauses::who_brings_what_is_urgent"),
+    ),
+    "waiting-for-others-without-end": EngineFault(
+        "penstock-net/src/arbiter.rs",
+        "        if self.held > HELD_MOST {\n",
+        "        if false && self.held > HELD_MOST {\n",
+        "bulk waits for ever where others are always urgent",
+        expected=_ORDER,
+        test=Test("penstock-net", "driver::urgency::tests::claims_and_pauses_share_a_limit"),
+    ),
+    "own-claims-obeyed": EngineFault(
+        "penstock-net/src/arbiter.rs",
+        "        if word & OWNERS == self.own {\n",
+        "        if false && word & OWNERS == self.own {\n",
+        "a process gives way to itself",
+        expected=_ORDER,
+        test=Test("penstock-net", "arbiter::tests::claims_end_by_themselves"),
+    ),
+    "blocks-leave-while-they-are-held": EngineFault(
+        "penstock-aggregation/src/worker.rs",
+        "let granted = granted && now >= self.held;",
+        "let granted = granted && (now >= self.held || true);",
+        "blocks of bulk leave through aggregators while others are urgent",
+        expected=_ORDER,
+        test=Test("penstock-aggregation", "worker::tests::held"),
+    ),
+    # ------------------------------------------------------------------------------------------------------ endpoints
+    "slot-of-two-calls": EngineFault(
+        f"{_ENDPOINT}/server.rs",
+        "if slot >= limits.calls || session.busy.contains(&slot) {",
+        "if slot >= limits.calls {",
+        "a client has more calls than the server takes, and bytes of two under one tag",
+        expected=_NO_ENDPOINTS,
+        test=Test("penstock-core", "endpoint::hostile_tests::any_client"),
+    ),
+    "bodies-beyond-the-limit": EngineFault(
+        f"{_ENDPOINT}/server.rs",
+        "if session.held.saturating_add(session.calls[&id].body) > self.limits.in_flight {",
+        "if session.calls[&id].body > self.limits.in_flight {",
+        "a server holds as many bytes as a client likes",
+        expected=_NO_ENDPOINTS,
+        test=Test("penstock-core", "endpoint::hostile_tests::any_client"),
+    ),
+    "withdrawn-but-handled": EngineFault(
+        f"{_ENDPOINT}/server.rs",
+        "                self.ready.remove(&turn);\n                self.release_body(client, id);\n",
+        "                let _ = turn;\n                self.release_body(client, id);\n",
+        "a handler has a call that was withdrawn",
+        expected=_NO_ENDPOINTS,
+        test=Test("penstock-core", "endpoint::tests::calls_end_once_and_as_seen"),
+    ),
+    "calls-of-the-lost-are-handled": EngineFault(
+        f"{_ENDPOINT}/server.rs",
+        "        self.ready.retain(|(_, _, of, _)| *of != client);\n",
+        "",
+        "a handler has a call of a client that is gone",
+        expected=_NO_ENDPOINTS,
+        test=Test("penstock-core", "endpoint::tests::a_death_at_every_event"),
+    ),
+    "withdrawn-not-confirmed": EngineFault(
+        f"{_ENDPOINT}/server.rs",
+        "let is_promised = matches!(stage, Stage::Arrives { .. }) && called.body > INLINE;",
+        "let is_promised = false && matches!(stage, Stage::Arrives { .. }) && called.body > INLINE;",
+        "a client never hears that the place of a body that it withdrew is to be filled, and its slot is lost",
+        expected=_NO_ENDPOINTS,
+        test=Test("penstock-core", "endpoint::tests::calls_end_once_and_as_seen"),
+    ),
+    "ended-while-it-is-read": EngineFault(
+        f"{_ENDPOINT}/client.rs",
+        "let leaves = self.body == Transfer::Runs && self.ask.body > INLINE;",
+        "let leaves = false && self.body == Transfer::Runs && self.ask.body > INLINE;",
+        "a caller has its memory back while it is sent",
+        expected=_NO_ENDPOINTS,
+        test=Test("penstock-core", "endpoint::hostile_tests::any_server"),
+    ),
+    "zeros-before-they-are-awaited": EngineFault(
+        f"{_ENDPOINT}/client.rs",
+        "        if !call.is_abandoned {\n            self.transmit(number);\n",
+        "        if !call.is_abandoned || true {\n            self.transmit(number);\n",
+        "a handler may have zeros for the body of a call that was withdrawn",
+        expected=_NO_ENDPOINTS,
+        test=Test("penstock-core", "endpoint::tests::calls_end_once_and_as_seen"),
+    ),
+    "second-reply-taken": EngineFault(
+        f"{_ENDPOINT}/client.rs",
+        "if call.outcome.is_some() || (outcome == Outcome::Done",
+        "if (outcome == Outcome::Done",
+        "a server's second reply to a call is written over the first",
+        expected=_NO_ENDPOINTS,
+        test=Test("penstock-core", "endpoint::hostile_tests::any_server"),
+    ),
+    "priority-of-a-call-kept": EngineFault(
+        f"{_ENDPOINT}/client.rs",
+        "            self.queue.insert((priority, call));\n        } else if",
+        "            self.queue.insert((before, call));\n        } else if",
+        "a call that waits at its client cannot be made more urgent",
+        expected=_NO_ENDPOINTS,
+        test=Test("penstock-core", "endpoint::tests::a_call_gets_another_priority"),
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,12 +19,12 @@ Key = tuple[str, str] | None
 
 
 class Lateness(NamedTuple):
-    """Of the rank that began last."""
+    """Of the rank that began last, in all that a step has of one kind."""
 
     ns: float
-    """After this rank; 0 if this one was the last."""
+    """After this rank; 0 where this one was the last."""
     last: int | None
-    """Which one it was, if it was later."""
+    """Which one it was, where it was later by most."""
 
 
 _Begun = dict[str, list[tuple[int, int]]]
@@ -44,20 +45,27 @@ class Beginnings:
         self._host = {record.header.rank: record.header.host for record in records}
         self._clock_of = clock_of
         partners: dict[tuple[int, str | None], set[int]] = {}
+        self._waiting: dict[tuple[int, int], set[int]] = {}
+        """By rank and number of passes: those in which gradients were summed. In others, which accumulate them, nobody waits."""
         for meeting in met:
             if meeting.kind not in _OF_ALL:
                 continue
             ranks = {rank for rank, _ in meeting.parts}
             for rank, one in meeting.parts:
+                partners.setdefault((rank, one.group), set()).update(ranks)
                 # A backward pass waits for those that gradients are summed with.
-                for group in (one.group, *([None] if one.purpose == _SYNC else [])):
-                    partners.setdefault((rank, group), set()).update(ranks)
+                if one.purpose == _SYNC:
+                    partners.setdefault((rank, None), set()).update(ranks)
+                    step = self._steps[rank].get(meeting.step)
+                    starts = [] if step is None else _starts(step, None)
+                    if at := bisect.bisect_right(starts, one.issued_ns):
+                        self._waiting.setdefault((rank, len(starts)), set()).add(at - 1)
         self._partners = {key: tuple(sorted(ranks)) for key, ranks in partners.items()}
         self._known: dict[tuple[tuple[int, ...], int, Key, bool], dict[int, list[_Begun]]] = {}
 
     def lateness(self, rank: int, number: int, key: Key, *, without_profiler: bool = False) -> Lateness | None:
-        """How long after this rank the last one began it in this step. Where a step has several, of the one for which this rank
-        was first by most. None if no rank that this one waits for in it began it as often. O(hosts), and once O(ranks).
+        """How long after this rank the last one began it in this step: in sum where a step has several, of backward passes those
+        in which gradients are summed. None if no rank that this one waits for in it began it as often. O(hosts), once O(ranks).
 
         Ranks wait for those that they have met in the group, in operations of all ranks; not in what has a root, nor in sends
         and receives. What is less than the clocks of two hosts may be wrong by is not counted.
@@ -70,8 +78,12 @@ class Beginnings:
         partners = self._partners.get((rank, None if key is None else key[1]), ())
         own = self._began(rank, number, key, without_profiler)
         alike = self._all(partners, number, key, without_profiler).get(len(own), [])
-        found: Lateness | None = None
-        for mine, begun in zip(own, alike, strict=False):
+        waiting = self._waiting.get((rank, len(own))) if key is None else None
+        total_ns, most_ns, last, is_known = 0.0, 0.0, None, False
+        for at, (mine, begun) in enumerate(zip(own, alike, strict=False)):
+            if waiting is not None and at not in waiting:
+                continue
+            here_ns = 0.0
             for host, lasts in begun.items():
                 unsure = 0.0
                 if host != self._host[rank]:
@@ -79,12 +91,13 @@ class Beginnings:
                 for its, other in lasts:
                     if other == rank:
                         continue
-                    by_ns = its - mine
-                    if found is None:
-                        found = Lateness(0.0, None)
-                    if by_ns > max(found.ns, unsure):
-                        found = Lateness(by_ns, other)
-        return found
+                    is_known = True
+                    if its - mine > max(here_ns, unsure):
+                        here_ns = its - mine
+                        if here_ns > most_ns:
+                            most_ns, last = here_ns, other
+            total_ns += here_ns
+        return Lateness(total_ns, last) if is_known else None
 
     def _all(self, ranks: tuple[int, ...], number: int, key: Key, without_profiler: bool) -> dict[int, list[_Begun]]:
         """By how often ranks began it."""

@@ -21,6 +21,8 @@
 //! A body of up to [`INLINE`] bytes does not wait for `Go`: it follows its `Call`.
 
 mod client;
+#[cfg(test)]
+mod hostile_tests;
 mod record;
 mod server;
 #[cfg(test)]

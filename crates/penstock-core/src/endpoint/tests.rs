@@ -426,7 +426,7 @@ impl World {
     }
 }
 
-fn seed() -> u64 {
+pub(super) fn seed() -> u64 {
     let seed = std::env::var("PENSTOCK_SEED").ok().and_then(|text| text.parse().ok());
     let seed = seed.unwrap_or_else(|| fastrand::u64(..1 << 32));
     println!("PENSTOCK_SEED={seed}");
