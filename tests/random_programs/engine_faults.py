@@ -611,7 +611,7 @@ FAULTS = {
         "",
         "a handler has a call of a client that is gone",
         expected=_NO_ENDPOINTS,
-        test=Test("penstock-core", "endpoint::tests::a_death_at_every_event"),
+        test=Test("penstock-core", "endpoint::hostile_tests::any_client"),
     ),
     "withdrawn-not-confirmed": EngineFault(
         f"{_ENDPOINT}/server.rs",

@@ -129,7 +129,10 @@ impl Served {
         if self.is_gone {
             // Its group ends, and with it all that was on its way.
             [&mut self.arriving, &mut self.bodies, &mut self.leaving].into_iter().for_each(BTreeMap::clear);
+            self.slots.clear();
         }
+        let slots: BTreeSet<u32> = self.slots.values().copied().collect();
+        assert_eq!(slots.len(), self.slots.len(), "two calls without a reply have one slot: {:?}", self.slots);
         let calls = u64::from(self.limits.calls);
         assert!(self.bodies.values().sum::<u64>() <= self.limits.in_flight + calls * INLINE, "{:?}", self.bodies);
         assert!(self.server.calls() as u64 <= 8 * calls + 1, "{} calls", self.server.calls());
@@ -169,12 +172,16 @@ fn any_client() {
         };
         it.carry_out();
         let hostility = hostility(&mut random);
+        let mut last: Option<(Class, Record)> = None;
         for _ in 0..random.u32(..200) {
             match random.u32(..10) {
                 0..=3 => {
-                    let is_sane = random.u32(..hostility) > 0;
-                    let (class, record) =
-                        if is_sane { it.sane_record(&mut random) } else { any_record(&mut random, it.made, limits) };
+                    let (class, record) = match &last {
+                        _ if random.u32(..hostility) > 0 => it.sane_record(&mut random),
+                        Some(last) if random.bool() => last.clone(),
+                        _ => any_record(&mut random, it.made, limits),
+                    };
+                    last = Some((class, record.clone()));
                     if let Record::Call { id, slot, .. } = record
                         && !it.is_gone
                         && id == class.call(it.made[class as usize])
@@ -266,6 +273,7 @@ fn any_server() {
         let mut said = Said::default();
         let mut is_lost = false;
         let hostility = hostility(&mut random);
+        let mut last: Option<(Class, Record)> = None;
         let mut now = 0;
         for turn in 0..random.u64(1..150) {
             now += random.u64(..20);
@@ -291,8 +299,12 @@ fn any_server() {
                             Some(each) => each,
                             None => continue,
                         },
-                        _ => any_record(&mut random, said.made, limits),
+                        _ => match &last {
+                            Some(last) if random.bool() => last.clone(),
+                            _ => any_record(&mut random, said.made, limits),
+                        },
                     };
+                    last = Some((class, record.clone()));
                     said.hear(&record);
                     if client.record(class, record).is_err() {
                         faults += 1;
