@@ -123,7 +123,8 @@ def test_at_least(cluster_path: pathlib.Path) -> None:
     assert said.exit_code == 0, said.output
     said = run("plan", cluster_path, "--seconds", "1", "--at-least", "900 Mbit/s")
     assert said.exit_code == 1 and "no deployment reaches 900 Mbit/s a worker, since together" in said.output
-    assert "the own links of train's workers leave each 100 Mbit/s" in said.output
+    # Of several limits, each of which is enough, those count that the search has come to within its second.
+    assert re.search(r"the own links of train's workers leave each 100 Mbit/s|link \S+ carries 50 Mbit/s", said.output)
     assert "--at-least" in run("plan", cluster_path, "--at-least", "fast").output
 
 

@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import click
@@ -109,19 +109,20 @@ def drawn(seed: int) -> Plan:
 @click.command()
 @click.option("--runs", type=click.IntRange(1), default=8, show_default=True, help="Trainings.")
 @click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first one's seed.")
+@click.option("--steps", type=click.IntRange(20), default=120, show_default=True, help="Of each training.")
 @click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds of one training.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
-def command(runs: int, first: int, timeout: float, json_path: str | None) -> None:
+def command(runs: int, first: int, steps: int, timeout: float, json_path: str | None) -> None:
     """Measure how far off the parts of a step are that `penstock profile` shows.
 
-    Needs root, for emulated hosts. A training takes 20 s or so.
+    Needs root, for emulated hosts. A training of 120 steps takes 30 s or so.
     """
     check_files(json_path=json_path, report_path=None)
     outcomes: list[Outcome] = []
     with reporting_errors():
         description = machine.describe()
         for seed in range(first, first + runs):
-            found = measure(drawn(seed), timeout_s=timeout)
+            found = measure(replace(drawn(seed), steps=steps), timeout_s=timeout)
             worst = max((one for one in found if one.is_judged), key=lambda one: abs(one.miss))
             say(f"{seed}: furthest off is {worst.category} of rank {worst.rank}: {worst.miss:+.1%}")
             outcomes += found
