@@ -166,8 +166,8 @@ def test_a_long_pass_without_a_sample_is_no_wait_by_itself(why: str) -> None:
 
 @pytest.mark.parametrize("is_summed", [True, False])
 def test_of_two_passes_a_step_those_count_in_which_gradients_are_summed(is_summed: bool) -> None:
-    """In step 8 rank 1 begins the first pass 20 ms later, and the second 10 ms. If the first one's gradients are summed, rank 0 has
-    waited for both. If they are accumulated it has waited for the second alone: rank 1 has caught up by then."""
+    """In step 8 rank 1 begins the first pass 20 ms later, and the second 10 ms. If the first gradients are summed, too, rank 0
+    has waited for both. If they are accumulated it has waited for the second alone: rank 1 has caught up by then."""
     records = [Record(header(rank, 2)) for rank in range(2)]
     for number in range(12):
         at, (first, second) = 1000 * MS * number, (20 * MS, 10 * MS) if number == 8 else (0, 0)
@@ -502,15 +502,16 @@ def slowly(records: list[Record], rank: int) -> tuple[dict[str, float], dict[tup
         }
         is_busy = {tick: any(start <= tick < end for start, end in sample.busy) for tick in state}
         # In a pass in which this thread ran no operator at all, nothing can be said.
-        still = {
-            tick: in_backward[tick]
-            and not is_busy[tick]
-            and state[tick][0] < 3
-            and any(is_busy[other] for other in around(in_backward, tick))
+        is_idle = {
+            tick: in_backward[tick] and not is_busy[tick] and any(is_busy[other] for other in around(in_backward, tick))
             for tick in state
         }
+        still = {tick: is_idle[tick] and not in_wait[tick] and state[tick][0] < 3 for tick in state}
+        long = [tick for tick in state if still[tick] and len(around(still, tick)) >= module.GAP_NS]
+        # What is idle after that has not got its processor yet.
+        awaking = {tick + more for tick in long for more in range(module.WAKE_NS + 1)}
         for tick in state:
-            is_blocked = in_wait[tick] or (still[tick] and len(around(still, tick)) >= module.GAP_NS)
+            is_blocked = in_wait[tick] or (is_idle[tick] and tick in awaking)
             kind = ("wire", "wait", "unknown", "unknown")[state[tick][0]]
             if is_blocked:
                 key = ("exposed", kind, state[tick][2] if state[tick][0] < 3 else "?")
@@ -574,6 +575,7 @@ def test_the_division_agrees_with_an_oracle_that_looks_at_every_tick(
 ) -> None:
     """On random small jobs the phases, what is exposed and what is hidden are those that a search tick by tick finds."""
     monkeypatch.setattr(module, "GAP_NS", 3)
+    monkeypatch.setattr(module, "WAKE_NS", 2)
     compared = 0
     for seed in range(first, first + 50):
         records = a_job(seed)

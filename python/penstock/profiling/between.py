@@ -3,6 +3,7 @@ than this rank others began them (docs/design/profile-division.md, "From steps t
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -108,8 +109,8 @@ class _Parts:
             statistics.fmean(computing),
             statistics.fmean(standing),
             min(idle),
-            _variance(computing),
-            _variance(standing),
+            _variance(computing, math.hypot(_COMPUTES, (1 - faster) / 2)),
+            _variance(standing, _STANDS),
         )
 
     def adapted(self, steps: Sequence[float]) -> _Parts:
@@ -180,10 +181,10 @@ def _faster(plain: Sequence[float], sampled: Sequence[float]) -> float:
     return min(max(without_ns / beside_ns, 0.5), 2.0)
 
 
-def _variance(sample: Sequence[float]) -> float:
+def _variance(sample: Sequence[float], systematic: float) -> float:
     """Of the mean: what the sample says, and what all of it may be off by."""
     chance = statistics.variance(sample) / len(sample) if len(sample) > 1 else 0.0
-    return chance + (_SYSTEMATIC * statistics.fmean(sample)) ** 2 + 1.0
+    return chance + (systematic * statistics.fmean(sample)) ** 2 + 1.0
 
 
 def _main_purpose(kinds: Mapping[Kind, float]) -> str | None:
@@ -216,5 +217,6 @@ GAP_NS = 100_000
 """What is shorter is no wait: between two operators of a backward pass lie some microseconds; the autograd engine's locks and the
 profiler make some tens."""
 
-_SYSTEMATIC = 0.05
-"""A guess: samples compute longer beside torch's profiler than what `_faster` corrects, and move bytes at another rate."""
+_COMPUTES, _STANDS = 0.02, 0.3
+"""What all samples may be off by. Computing: what torch's profiler costs there, beyond half of what `_faster` corrects. Standing:
+operations now and then take several times as long, which few samples rarely show."""

@@ -20,7 +20,7 @@ from penstock.profiling.phases import marked_waits, phases
 from penstock.profiling.record import Record, Sample, Step
 from penstock.profiling.turns import Course, Turns, turns
 
-__all__ = ["GAP_NS", "OUTLIER", "WARM_UP_STEPS", "divide", "flight", "standing"]
+__all__ = ["GAP_NS", "OUTLIER", "WAKE_NS", "WARM_UP_STEPS", "divide", "flight", "standing"]
 
 _K = TypeVar("_K")
 
@@ -92,7 +92,7 @@ def standing(
     step: Step, sample: Sample, waits: list[Piece[tuple[str, str]]], moving: list[Piece[Kind]]
 ) -> list[Piece[None]]:
     """When the thread stood still in a backward pass without a mark, as DDP does in C++: no operator runs, but communication
-    does, for `GAP_NS` and longer.
+    does, for `GAP_NS` and longer; and then, until it has its processor again, for up to `WAKE_NS`.
 
     A pass without any operator of this thread tells nothing: autograd works on CUDA tensors in a thread of its own.
     """
@@ -104,7 +104,9 @@ def standing(
     ran = {piece for *_, piece, _ in overlaps([(a, b, (a, b, None)) for a, b, _ in backward], busy)}
     idle = without([piece for piece in backward if piece in ran], busy)
     still = union((start, end, None) for start, end, _, _ in overlaps(idle, union(moving)))
-    return without([piece for piece in still if piece[1] - piece[0] >= GAP_NS], waits)
+    long = [piece for piece in without(still, waits) if piece[1] - piece[0] >= GAP_NS]
+    awaking = union((start, end + WAKE_NS, None) for start, end, _ in long)
+    return without(union((start, end, None) for start, end, _, _ in overlaps(idle, awaking)), waits)
 
 
 @dataclass
@@ -217,10 +219,9 @@ def _look(
         _add(sums.work, {phase: start - end})
     purpose_of = {(course.operation.name, course.operation.group): course.purpose for course in courses}
     kinds: dict[Key, dict[Kind, float]] = {}
-    for start, end, kind, _ in overlaps(moving, unmarked):
-        _add(kinds.setdefault(None, {}), {kind: end - start})
-    for piece, inside in _grouped(waits, moving):
-        _add(kinds.setdefault(piece[2], {}), _within(piece, inside, purpose_of))
+    for blocked in (waits, unmarked):
+        for piece, inside in _grouped(blocked, moving):
+            _add(kinds.setdefault(piece[2], {}), _within(piece, inside, purpose_of))
     still = union([*((a, b, None) for a, b, _ in waits), *unmarked])
     _add(sums.hidden, _by_value(piece for piece in without(moving, still) if piece[2][1:] != ("wait", None)))
     late = [(course.operation.issued_ns, course.operation.ended_ns, None) for course in courses]
@@ -243,9 +244,7 @@ def _both(first: list[Piece[None]], second: list[Piece[None]]) -> list[Piece[Non
     return [(start, end, None) for start, end, _, _ in overlaps(first, second)]
 
 
-def _grouped(
-    waits: list[Piece[tuple[str, str]]], moving: list[Piece[Kind]]
-) -> Iterable[tuple[Piece[tuple[str, str]], list[Piece[Kind]]]]:
+def _grouped(waits: Sequence[Piece[Key]], moving: list[Piece[Kind]]) -> Iterable[tuple[Piece[Key], list[Piece[Kind]]]]:
     """Each wait with the communication within it. O(n)."""
     at = 0
     for wait in waits:
@@ -260,12 +259,12 @@ def _grouped(
 
 
 def _within(
-    wait: Piece[tuple[str, str]], inside: list[Piece[Kind]], purpose_of: Mapping[tuple[str, str], str]
+    wait: Piece[Key], inside: list[Piece[Kind]], purpose_of: Mapping[tuple[str, str], str]
 ) -> dict[Kind, float]:
-    """What a marked wait was. Moments in it without communication are the call's own, before and after its operation: their
+    """What a wait was. Moments in it without communication are the call's own, before and after its operation: their
     purpose is the neighbour's, whether they are wire is unknown."""
     start, end, key = wait
-    purpose = inside[0][2][0] if inside else purpose_of.get(key, OTHER)
+    purpose = inside[0][2][0] if inside else OTHER if key is None else purpose_of.get(key, OTHER)
     pieces = list(inside)
     for a, b, kind in [*inside, (end, end, None)]:
         if start < a:
@@ -447,6 +446,9 @@ def _sum(parts: Mapping[Kind, float], purpose: str, what: str) -> float:
 
 WARM_UP_STEPS = 2
 """Connections are made and buckets are built anew in the first two (DDP rebuilds its buckets after the first)."""
+
+WAKE_NS = 5_000_000
+"""After which a thread that has waited runs again, where processors are few: as long as Python's threads keep the interpreter."""
 
 OUTLIER = 5
 """So many times the median is worth a word: a checkpoint, an evaluation, a stall."""
