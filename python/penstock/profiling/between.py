@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.profiling.breakdown import OTHER
@@ -30,9 +30,13 @@ class Seen:
     unused_ns: float | None
     """In which the thread used no processor in this step, without marked waits. None: unknown, or it tells nothing of this."""
     forward_ns: float
-    """Of the forward pass: what computes longer beside torch's profiler there does so here."""
+    """Of the forward pass: what computes longer there, as beside torch's profiler, does so here."""
+    outside_ns: float
+    """Of the step without this, and without marked waits."""
     kinds: Mapping[Kind, float] | None
     """What it was while the thread stood still, in a sampled step."""
+    is_blocking: bool
+    """Operations were seen to begin in the wait."""
 
     @property
     def still_ns(self) -> float:
@@ -60,69 +64,90 @@ def told(seen: Sequence[Seen], fallback: Callable[[], str], *, is_pass: bool) ->
     if not others or (is_pass and not sampled):
         return Told({}, 0.0)
     known = [one for one in sampled if one.late is not None] or sampled
-    share = _share_of_lateness(known)
+    share = _share_of_lateness(known, is_pass=is_pass)
     without_late = [_without_late(one, share) for one in known]
     as_sampled = _sums(one.kinds or {} for one in sampled)
-    faster = _faster([one.forward_ns for one in others], [one.forward_ns for one in sampled]) if is_pass else 1.0
     purpose = _main_purpose(as_sampled) or fallback()
     alike = [one for one in others if one.late is not None]
-    usual = _Parts.of(known, without_late, faster)
-    late, held = _late(alike, usual, share, is_pass)
-    if alike:
-        usual = usual.adapted([one.ns - a - b for one, a, b in zip(alike, late, held, strict=True)])
     exposed: dict[Kind, float] = {}
-    for one, ns in zip(alike, late, strict=True):
-        if ns:
-            assert one.late is not None
-            _add(exposed, {(purpose, "wait", one.late.last): ns})
+    held: list[float] = []
     if alike:
-        stood_ns = len(alike) * usual.stands if is_pass else sum(one.ns for one in alike) - sum(late) - sum(held)
-        _add(exposed, _in_proportion(stood_ns, _sums(without_late) or as_sampled))
-    if unknown := [one.ns for one in others if one.late is None]:
-        parts = _Parts.of(sampled, [one.kinds or {} for one in sampled], faster)
-        stood_ns = len(unknown) * parts.adapted(unknown).stands if is_pass else sum(unknown)
+        usual = _Parts.of(known, without_late, alike, is_pass=is_pass)
+        late, held = _late(alike, usual, share, is_pass)
+        for one, ns in zip(alike, late, strict=True):
+            if one.late is not None and ns:
+                _add(exposed, {(purpose, "wait", rank): ns * part / one.late.ns for rank, part in one.late.by.items()})
+        stood_ns = sum(one.ns for one in alike) - sum(late) - sum(held)
+        if is_pass:
+            stood_ns = len(alike) * usual.standing(alike, [a + b for a, b in zip(late, held, strict=True)])
+        rest = _sums(without_late)
+        # What is unknown there is as the rest, and not as what lateness has explained.
+        rest = {kind: ns for kind, ns in rest.items() if kind[1] != "unknown"} or rest or as_sampled
+        _add(exposed, _in_proportion(stood_ns, rest))
+    if unknown := [one for one in others if one.late is None]:
+        stood_ns = sum(one.ns for one in unknown)
+        if is_pass:
+            usual = _Parts.of(sampled, [one.kinds or {} for one in sampled], unknown, is_pass=True)
+            stood_ns = len(unknown) * usual.standing(unknown, [0.0] * len(unknown))
         _add(exposed, _in_proportion(stood_ns, as_sampled))
     return Told(exposed, sum(held))
 
 
 @dataclass
 class _Parts:
-    """What a step without a sample is, in the mean and in ns, without what lateness explains."""
+    """What a sampled step is, in the mean and in ns, without what lateness explains; corrected for steps without a sample."""
 
     computes: float
     stands: float
-    idle: float
-    """The least for which its thread uses no processor otherwise."""
+    idle: list[float]
+    """For how long its thread uses no processor otherwise, of each. Empty: unknown."""
+    outside: float
     of_computing: float
-    """How sure the former are: variances."""
+    """How sure the first two are: variances."""
     of_standing: float
 
     @classmethod
-    def of(cls, sampled: Sequence[Seen], kinds: Sequence[Mapping[Kind, float]], faster: float) -> _Parts:
+    def of(
+        cls, sampled: Sequence[Seen], kinds: Sequence[Mapping[Kind, float]], others: Sequence[Seen], *, is_pass: bool
+    ) -> _Parts:
         """As in sampled steps, of which the parts that count are given."""
         if not sampled:
-            return cls(0.0, 0.0, 0.0, 0.0, 0.0)
-        computing = [faster * (one.ns - one.still_ns) for one in sampled]
+            return cls(0.0, 0.0, [], 0.0, 0.0, 0.0)
+        plain = [one.ns - one.still_ns for one in sampled] if is_pass else [0.0] * len(sampled)
+        computing = _without_profiler(plain, sampled, others) if is_pass else plain
         standing = [sum(each.values()) for each in kinds]
-        idle = [(one.unused_ns or 0.0) - one.still_ns for one in sampled]
+        corrected = 1 - statistics.fmean(computing) / max(statistics.fmean(plain), 1.0)
         return cls(
             statistics.fmean(computing),
             statistics.fmean(standing),
-            min(idle),
-            _variance(computing, math.hypot(_COMPUTES, (1 - faster) / 2)),
+            [one.unused_ns - one.still_ns for one in sampled if one.unused_ns is not None],
+            statistics.fmean(one.outside_ns for one in sampled),
+            _variance(computing, math.hypot(_COMPUTES, corrected / 2)),
             _variance(standing, _STANDS),
         )
 
-    def adapted(self, steps: Sequence[float]) -> _Parts:
-        """With so much for computing and standing together in steps without a sample: by how much that differs from sampled
-        passes is of either part in proportion to the variance of its mean there (least squares)."""
-        both = statistics.fmean(steps)
+    def standing(self, steps: Sequence[Seen], explained: Sequence[float]) -> float:
+        """For how long a pass of these steps stands still, in the mean, without what is explained.
+
+        Samples say how long it computes and stands; by how much its length differs from their sum is of either in proportion to
+        its variance (least squares). Where that is much, the time in which the thread used no processor says more, if steps do
+        not differ in it for other reasons.
+        """
+        both = statistics.fmean(one.ns for one in steps) - statistics.fmean(explained)
         if not self.stands:
-            return replace(self, computes=both)
+            return 0.0
         differs = both - self.computes - self.stands
-        part = self.of_standing / (self.of_computing + self.of_standing)
-        stands = min(max(self.stands + differs * part, 0.0), both)
-        return replace(self, computes=both - stands, stands=stands)
+        observed = [(self.stands, self.of_standing), (both - self.computes, self.of_computing)]
+        unused = [one.unused_ns for one in steps if one.unused_ns is not None]
+        if self.idle and len(unused) == len(steps):
+            third = statistics.fmean(unused) - statistics.fmean(self.idle) - statistics.fmean(explained)
+            apart = statistics.fmean(one.outside_ns for one in steps) - self.outside
+            of_third = _variance(self.idle, 0.0) + (0.05 * third) ** 2 + apart**2
+            if 4 * of_third < differs**2:
+                observed = [(value, variance + differs**2) for value, variance in observed] + [(third, of_third)]
+        weights = [1 / variance for _, variance in observed]
+        stands = sum(value * weight for (value, _), weight in zip(observed, weights, strict=True)) / sum(weights)
+        return min(max(stands, 0.0), both)
 
 
 def _late(others: Sequence[Seen], usual: _Parts, share: float, is_pass: bool) -> tuple[list[float], list[float]]:
@@ -135,10 +160,10 @@ def _late(others: Sequence[Seen], usual: _Parts, share: float, is_pass: bool) ->
         assert one.late is not None
         most_ns = one.ns - usual.computes
         if is_pass:
-            idle_ns = 0.0 if one.unused_ns is None else one.unused_ns - usual.idle - usual.stands + slack_ns
-            most_ns = min(most_ns, idle_ns)
+            idle_ns = min(usual.idle, default=0.0)
+            most_ns = min(most_ns, 0.0 if one.unused_ns is None else one.unused_ns - idle_ns - usual.stands + slack_ns)
         late_ns = max(0.0, min(share * one.late.ns, most_ns))
-        late.append(late_ns if late_ns >= GAP_NS and one.late.last is not None else 0.0)
+        late.append(late_ns if late_ns >= GAP_NS else 0.0)
         held.append(max(0.0, min(one.late_with_profiler_ns - one.late.ns, most_ns - late[-1])))
     return late, held
 
@@ -149,36 +174,56 @@ def _deviation(sample: Sequence[float]) -> float:
     return 1.5 * statistics.median(abs(each - middle) for each in sample)
 
 
-def _share_of_lateness(sampled: Sequence[Seen]) -> float:
-    """As much of the time by which others are late is waited for: the rest passes while this rank computes."""
+def _share_of_lateness(sampled: Sequence[Seen], *, is_pass: bool) -> float:
+    """As much of the time by which others are late is waited for: the rest passes while this rank computes. All of it where no
+    sample shows lateness, but not if operations begin before they are waited for: others may be late then with nobody waiting."""
     late_ns = waited_ns = 0.0
     for one in sampled:
-        if one.late is not None and one.late.ns >= GAP_NS:
+        # Where a partner has no sample, it is unknown what was a wait.
+        is_known = 2 * _part(one.kinds or {}, "unknown") <= one.still_ns
+        if one.late is not None and one.late.ns >= GAP_NS and is_known:
             late_ns += one.late.ns
-            waited_ns += min(one.late.ns, _waits(one.kinds or {}))
-    return waited_ns / late_ns if late_ns else 1.0
+            waited_ns += min(one.late.ns, _part(one.kinds or {}, "wait"))
+    if late_ns:
+        return waited_ns / late_ns
+    return 1.0 if is_pass or not sampled or all(one.is_blocking for one in sampled) else 0.0
 
 
-def _waits(kinds: Mapping[Kind, float]) -> float:
-    return sum(ns for (_, what, _), ns in kinds.items() if what == "wait")
+def _part(kinds: Mapping[Kind, float], what: str) -> float:
+    return sum(ns for kind, ns in kinds.items() if kind[1] == what)
 
 
 def _without_late(one: Seen, share: float) -> dict[Kind, float]:
     """What a sampled one was, without the wait that the lateness of the last rank explains."""
     kinds = dict(one.kinds or {})
-    waits_ns = _waits(kinds)
-    if one.late is None or one.late.ns < GAP_NS or not waits_ns:
-        return kinds
-    kept = 1 - min(share * one.late.ns, waits_ns) / waits_ns
-    return {kind: kept * ns if kind[1] == "wait" else ns for kind, ns in kinds.items() if kind[1] != "wait" or kept > 0}
+    left_ns = share * one.late.ns if one.late is not None and one.late.ns >= GAP_NS else 0.0
+    for what in ("wait", "unknown"):
+        part = _part(kinds, what)
+        taken = min(left_ns, part)
+        left_ns -= taken
+        if taken:
+            kinds = {kind: ns * (1 - taken / part) if kind[1] == what else ns for kind, ns in kinds.items()}
+    return {kind: ns for kind, ns in kinds.items() if ns > 0}
 
 
-def _faster(plain: Sequence[float], sampled: Sequence[float]) -> float:
-    """How long computing takes without torch's profiler, over how long it takes beside it."""
-    beside_ns, without_ns = statistics.median(sampled), statistics.median(plain)
-    if min(beside_ns, without_ns) < GAP_NS:
-        return 1.0
-    return min(max(without_ns / beside_ns, 0.5), 2.0)
+def _without_profiler(computing: Sequence[float], sampled: Sequence[Seen], others: Sequence[Seen]) -> list[float]:
+    """How long the passes of sampled steps compute, if the forward pass took as long as it does in other steps: torch's profiler,
+    a slow beginning or another kind of step make both longer. Not where samples agree better with each other as they are."""
+    forward = sorted(one.forward_ns for one in others)
+    apart = len(forward) // 5  # at either end: what has something else in it
+    mean_ns = statistics.fmean(forward[apart : len(forward) - apart])
+    if mean_ns < GAP_NS or any(one.forward_ns < GAP_NS for one in sampled):
+        return list(computing)
+    ratio = mean_ns / statistics.fmean(one.forward_ns for one in sampled)
+    if _spread(computing) < _SURE and not 1 / _MOST < ratio < _MOST:
+        return list(computing)
+    corrected = [ns * min(max(mean_ns / one.forward_ns, 0.25), 4.0) for ns, one in zip(computing, sampled, strict=True)]
+    return corrected if _spread(corrected) <= _spread(computing) + _ALIKE else list(computing)
+
+
+def _spread(sample: Sequence[float]) -> float:
+    """The standard deviation over the mean."""
+    return statistics.pstdev(sample) / max(statistics.fmean(sample), 1.0)
 
 
 def _variance(sample: Sequence[float], systematic: float) -> float:
@@ -217,6 +262,12 @@ GAP_NS = 100_000
 """What is shorter is no wait: between two operators of a backward pass lie some microseconds; the autograd engine's locks and the
 profiler make some tens."""
 
+_SURE, _MOST = 0.05, 1.45
+"""Where samples compute alike, it is torch's profiler alone that makes the forward pass longer, and by no more than this."""
+
+_ALIKE = 0.01
+"""Relative spreads of a few samples that differ by less do not."""
+
 _COMPUTES, _STANDS = 0.02, 0.3
-"""What all samples may be off by. Computing: what torch's profiler costs there, beyond half of what `_faster` corrects. Standing:
+"""What all samples may be off by. Computing: what torch's profiler costs there, beyond half of what is corrected. Standing:
 operations now and then take several times as long, which few samples rarely show."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import statistics
@@ -144,19 +145,21 @@ def _share(record: Record, judged: Turns, beginnings: Beginnings, problems: list
         _add(sums.work, worked)
         kinds: dict[Key, dict[Kind, float]] = {}
         longer: dict[Key, float] = {}
+        blocking: set[Key] = set()
         if sample is not None:
             sampled += 1
             own = courses.get(step.number, [])
             here = [course for course in previous if course.operation.ended_ns > step.start_ns] + own
             kinds, longer = _look(sums, step, sample, timeline, waits, here)
+            blocking = _blocking(waits, own)
             for course in own:
                 _add(sums.bytes, {course.purpose: course.operation.bytes})
                 _add(sums.operations, {course.purpose: 1})
             previous = own
         unused_ns = step.end_ns - step.start_ns - sum(waited.values()) - step.thread_ns - longer.get(None, 0.0)
         lengths: list[tuple[Key, float]] = [*waited.items()]
-        if "backward" in worked:
-            lengths.append((None, worked["backward"]))
+        if "backward" in worked or None in kinds:
+            lengths.append((None, worked.get("backward", 0.0)))
         for key, ns in lengths:
             late = beginnings.lateness(rank, step.number, key, without_profiler=True)
             with_profiler = beginnings.lateness(rank, step.number, key)
@@ -166,7 +169,9 @@ def _share(record: Record, judged: Turns, beginnings: Beginnings, problems: list
                 0.0 if with_profiler is None else with_profiler.ns,
                 unused_ns if can_stand and step.thread_ns else None,
                 worked.get("forward", 0.0),
+                step.end_ns - step.start_ns - ns - sum(waited.values()),
                 None if sample is None else kinds.get(key, {}),
+                key in blocking,
             )
             sums.seen.setdefault(key, []).append(one)
     if sampled == 0:
@@ -227,6 +232,20 @@ def _look(
     late = [(course.operation.issued_ns, course.operation.ended_ns, None) for course in courses]
     sums.running_on += sum(b - a for a, b, _ in union(clipped(late, step.end_ns, 1 << 63)))
     return kinds, longer
+
+
+def _blocking(waits: Sequence[Piece[tuple[str, str]]], courses: Iterable[Course]) -> set[Key]:
+    """Of which operations and groups some were issued in their wait. Of others the wait begins at any time after that."""
+    issued: dict[tuple[str, str], list[int]] = {}
+    for course in courses:
+        issued.setdefault((course.operation.name, course.operation.group), []).append(course.operation.issued_ns)
+    found: set[Key] = set()
+    for start, end, key in waits:
+        times = issued.get(key, [])  # in order
+        at = bisect.bisect_left(times, start)
+        if at < len(times) and times[at] < end:
+            found.add(key)
+    return found
 
 
 def _first(pieces: list[Piece[None]], most_ns: float) -> list[Piece[None]]:

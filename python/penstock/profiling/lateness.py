@@ -10,7 +10,7 @@ from penstock.profiling.clocks import Clock
 from penstock.profiling.intervals import union
 from penstock.profiling.matching import Kind, Meeting, kind
 from penstock.profiling.phases import held_up
-from penstock.profiling.record import Record, Step
+from penstock.profiling.record import Record
 
 __all__ = ["Beginnings", "Key", "Lateness"]
 
@@ -19,12 +19,12 @@ Key = tuple[str, str] | None
 
 
 class Lateness(NamedTuple):
-    """Of the rank that began last, in all that a step has of one kind."""
+    """Of those that began last, in all that a step has of one kind."""
 
     ns: float
     """After this rank; 0 where this one was the last."""
-    last: int | None
-    """Which one it was, where it was later by most."""
+    by: dict[int, float]
+    """Of that, by the rank that was the last."""
 
 
 _Begun = dict[str, list[tuple[int, int]]]
@@ -44,6 +44,7 @@ class Beginnings:
         self._steps = {record.header.rank: {step.number: step for step in record.steps} for record in records}
         self._host = {record.header.rank: record.header.host for record in records}
         self._clock_of = clock_of
+        self._occurrences: dict[tuple[int, int], dict[Key, list[tuple[int, int]]]] = {}
         partners: dict[tuple[int, str | None], set[int]] = {}
         self._waiting: dict[tuple[int, int], set[int]] = {}
         """By rank and number of passes: those in which gradients were summed. In others, which accumulate them, nobody waits."""
@@ -56,10 +57,11 @@ class Beginnings:
                 # A backward pass waits for those that gradients are summed with.
                 if one.purpose == _SYNC:
                     partners.setdefault((rank, None), set()).update(ranks)
-                    step = self._steps[rank].get(meeting.step)
-                    starts = [] if step is None else _starts(step, None)
-                    if at := bisect.bisect_right(starts, one.issued_ns):
-                        self._waiting.setdefault((rank, len(starts)), set()).add(at - 1)
+                    passes = self._spans(rank, meeting.step).get(None, [])
+                    at = bisect.bisect_right(passes, one.issued_ns, key=lambda span: span[0]) - 1
+                    # What is issued between two passes, as in a forward pass, is of neither.
+                    if at >= 0 and (one.issued_ns < passes[at][1] or at == len(passes) - 1):
+                        self._waiting.setdefault((rank, len(passes)), set()).add(at)
         self._partners = {key: tuple(sorted(ranks)) for key, ranks in partners.items()}
         self._known: dict[tuple[tuple[int, ...], int, Key, bool], dict[int, list[_Begun]]] = {}
 
@@ -79,11 +81,12 @@ class Beginnings:
         own = self._began(rank, number, key, without_profiler)
         alike = self._all(partners, number, key, without_profiler).get(len(own), [])
         waiting = self._waiting.get((rank, len(own))) if key is None else None
-        total_ns, most_ns, last, is_known = 0.0, 0.0, None, False
+        by: dict[int, float] = {}
+        is_known = False
         for at, (mine, begun) in enumerate(zip(own, alike, strict=False)):
             if waiting is not None and at not in waiting:
                 continue
-            here_ns = 0.0
+            here_ns, last = 0.0, rank
             for host, lasts in begun.items():
                 unsure = 0.0
                 if host != self._host[rank]:
@@ -93,11 +96,10 @@ class Beginnings:
                         continue
                     is_known = True
                     if its - mine > max(here_ns, unsure):
-                        here_ns = its - mine
-                        if here_ns > most_ns:
-                            most_ns, last = here_ns, other
-            total_ns += here_ns
-        return Lateness(total_ns, last) if is_known else None
+                        here_ns, last = its - mine, other
+            if here_ns:
+                by[last] = by.get(last, 0.0) + here_ns
+        return Lateness(sum(by.values()), by) if is_known else None
 
     def _all(self, ranks: tuple[int, ...], number: int, key: Key, without_profiler: bool) -> dict[int, list[_Begun]]:
         """By how often ranks began it."""
@@ -121,15 +123,22 @@ class Beginnings:
         if step is None:
             return []
         clock, (late_ns, until_ns) = self._clock_of[self._host[rank]], held_up(step) if without_profiler else (0, 0)
-        return [clock.on_first(time_ns) - (late_ns if time_ns < until_ns else 0) for time_ns in _starts(step, key)]
+        starts = [start for start, _ in self._spans(rank, number).get(key, [])]
+        return [clock.on_first(time_ns) - (late_ns if time_ns < until_ns else 0) for time_ns in starts]
+
+    def _spans(self, rank: int, number: int) -> dict[Key, list[tuple[int, int]]]:
+        """Of a step's backward passes and marked waits, by key and in order."""
+        found = self._occurrences.get((rank, number))
+        if found is None:
+            step = self._steps[rank].get(number)
+            found = self._occurrences[rank, number] = {}
+            if step is not None:
+                passes = union((span.start_ns, span.end_ns, None) for span in step.spans if span.phase == "backward")
+                found[None] = [(start, end) for start, end, _ in passes]
+                for wait in sorted(step.waits, key=lambda wait: wait.start_ns):
+                    found.setdefault((wait.operation, wait.group), []).append((wait.start_ns, wait.end_ns))
+        return found
 
 
 _OF_ALL = (Kind.ALL, Kind.EXCHANGE)
 _SYNC = "data-parallel sync"
-
-
-def _starts(step: Step, key: Key) -> list[int]:
-    if key is None:
-        passes = union((span.start_ns, span.end_ns, None) for span in step.spans if span.phase == "backward")
-        return [start for start, _, _ in passes]
-    return sorted(wait.start_ns for wait in step.waits if (wait.operation, wait.group) == key)
