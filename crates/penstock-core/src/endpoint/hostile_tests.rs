@@ -381,14 +381,11 @@ impl Said {
 
     fn hear(&mut self, record: &Record) {
         match record {
-            Record::Go { id } => self.calls.entry(*id).and_modify(|call| call.may_go = true),
-            Record::Withdrawn { id } => self.calls.entry(*id).and_modify(|call| call.was_confirmed = true),
-            Record::Reply { id, .. } => {
-                self.calls.remove(id);
-                return;
-            }
-            _ => return,
-        };
+            Record::Go { id } => drop(self.calls.entry(*id).and_modify(|call| call.may_go = true)),
+            Record::Withdrawn { id } => drop(self.calls.entry(*id).and_modify(|call| call.was_confirmed = true)),
+            Record::Reply { id, .. } => drop(self.calls.remove(id)),
+            _ => {}
+        }
     }
 
     fn say(&mut self, class: Class, record: Record) {

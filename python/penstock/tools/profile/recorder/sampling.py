@@ -68,8 +68,8 @@ class _Over:
 class Sampling:
     """Decides which steps are samples, and runs the profiler in them.
 
-    The distance between samples is a power of two. Each rank finds its own from what samples cost it. Where ranks differ, the rank
-    with the longer distance samples some of the steps of the other, so that nothing need be agreed.
+    The distance between samples is a power of two. Each rank finds its own from what samples cost it. Where ranks differ, the
+    rank with the longer distance samples some of the steps of the other, so that nothing need be agreed.
     """
 
     def __init__(self, put: Callable[[Sample | Event], None]) -> None:
