@@ -142,7 +142,7 @@ class _Parts:
         if self.idle and len(unused) == len(steps):
             third = statistics.fmean(unused) - statistics.fmean(self.idle) - statistics.fmean(explained)
             apart = statistics.fmean(one.outside_ns for one in steps) - self.outside
-            of_third = _variance(self.idle, 0.0) + (0.05 * third) ** 2 + apart**2
+            of_third = _variance(self.idle, 0.0) + (_UNUSED * third) ** 2 + apart**2
             if 4 * of_third < differs**2:
                 observed = [(value, variance + differs**2) for value, variance in observed] + [(third, of_third)]
         weights = [1 / variance for _, variance in observed]
@@ -261,6 +261,9 @@ def _add(sums: dict[Kind, float], more: Mapping[Kind, float]) -> None:
 GAP_NS = 100_000
 """What is shorter is no wait: between two operators of a backward pass lie some microseconds; the autograd engine's locks and the
 profiler make some tens."""
+
+_UNUSED = 0.05
+"""What time without a processor may be off by: threads lose theirs to others as well."""
 
 _SURE, _MOST = 0.05, 1.45
 """Where samples compute alike, it is torch's profiler alone that makes the forward pass longer, and by no more than this."""
