@@ -143,7 +143,7 @@ def test_bench_plan_in_small(tmp_path: pathlib.Path) -> None:
     """Figure 1 comes out exactly, each network has every way, deployments are below their bounds and above one rounding, and
     the page and the JSON have the figures."""
     path, report = tmp_path / "plan.json", tmp_path / "plan.html"
-    few = ["--seeds", "1", "--seconds", "0.1", "--workers", "6", "--servers", "", "--no-large"]
+    few = ["--seeds", "1", "--seconds", "0.5", "--workers", "6", "--servers", "", "--no-large"]
     said = run("bench", "plan", *few, "--json", path, "--report", report)
     assert said.exit_code == 0, said.output
     for line in (
