@@ -60,6 +60,25 @@ def test_what_the_script_noted_is_beside_what_the_profile_says() -> None:
     ]
 
 
+def test_where_both_sums_move_wire_counts_before_wait() -> None:
+    """Rank 0 waits from 10 to 30 ms for gradients that rank 1 issues late, and in a mark from 45 to 50 for the sum beside, which
+    begins at 20 and ends at 50."""
+    own = {
+        "issued": 10 * MS,
+        "ended": 40 * MS,
+        "beside_issued": 5 * MS,
+        "beside_ended": 50 * MS,
+        "wait_begun": 45 * MS,
+        "wait_ended": 50 * MS,
+    }
+    assert breakdown._moved(own, 30 * MS, 20 * MS) == {
+        "exposed wire": 25 * MS,  # from 20 on; not from 40 to 45
+        "exposed wait": 10 * MS,
+        "hidden wire": 5 * MS,
+        "hidden wait": 5 * MS,  # from 5 to 10
+    }
+
+
 def test_the_table_of_causes_counts_by_fault() -> None:
     outcomes = [
         causes.Outcome(planted.drawn(fault, seed), seed != 9, "")

@@ -4,6 +4,7 @@ its own and what was recorded can be read."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pathlib
 import random
@@ -555,3 +556,26 @@ while True:
         found = read(path)
         assert [step.number for step in found.steps] == list(range(len(found.steps)))
         assert len(found.problems) <= 1 and all("ends within a line" in text for text in found.problems)
+
+
+def test_samples_of_a_longer_distance_are_those_of_a_shorter_one_and_hit_no_period() -> None:
+    """Ranks agree on nothing, and the one with fewer samples has some of the other's. What a script does in each second step, or in
+    each hundredth, is in some samples, and not in all."""
+    from penstock.tools.profile.recorder import sampling
+
+    def samples(distance: int) -> list[int]:
+        one = sampling.Sampling(lambda entry: None)
+        one.distance = distance
+        return [number for number in range(32_000) if one._is_sample(number)]
+
+    found = {distance: samples(distance) for distance in (32, 64, 256, 1024)}
+    for shorter, longer in itertools.pairwise(found.values()):
+        assert set(longer) < set(shorter)
+    for distance, numbers in found.items():
+        late = [number for number in numbers if number >= 32]
+        # No two profilers at once: the lead of one and its sample come after the end of the one before.
+        assert min(b - a for a, b in itertools.pairwise(late)) >= distance // 2
+        for period in (2, 3, 4, 5, 8, 10, 16, 32, 100):
+            hit = sum(number % period == period - 1 for number in late)
+            assert hit < len(late) * max(0.75, 2 / period), (distance, period)
+            assert period > 10 or hit > 0, (distance, period)

@@ -129,7 +129,9 @@ fn those_that_refuse_are_forgotten() {
     }
     let stats = engine.stats().expect("it runs");
     assert!(stats.peers.len() < 200, "{} peers", stats.peers.len());
-    assert!(stats.memory_bytes <= memory, "{memory} bytes after 300, {} after 600", stats.memory_bytes);
+    println!("{memory} bytes after 300, {} after 600", stats.memory_bytes);
+    // The last connections may not have ended yet.
+    until(|| engine.stats().expect("it runs").memory_bytes <= memory);
     let (_group, _ticket) = join(&engine, &contact(LARGEST, Vec::new()));
     let mut peer = connect(&engine, self::local);
     assert!(peer.read(&mut [0; 1024]).expect("frames") > 0);

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from penstock.profiling.breakdown import OTHER
 from penstock.profiling.lateness import Lateness
 
-__all__ = ["GAP_NS", "Kind", "Seen", "Told", "told"]
+__all__ = ["GAP_NS", "Kind", "Seen", "Told", "add", "told"]
+
+_K = TypeVar("_K")
 
 Kind = tuple[str, str, int | None]
 """Purpose; ``wire``, ``wait`` or ``unknown``; for a wait the rank that came last."""
@@ -25,8 +27,7 @@ class Seen:
 
     ns: float
     late: Lateness | None
-    """By how much the last rank began it after this one, as if torch's profiler had held up nobody. None: that is unknown."""
-    late_with_profiler_ns: float
+    """By how much the last rank began it after this one. None: that is unknown."""
     unused_ns: float | None
     """In which the thread used no processor in this step, without marked waits. None: unknown, or it tells nothing of this."""
     forward_ns: float
@@ -51,7 +52,7 @@ class Told(NamedTuple):
     """In which torch's profiler held up others: nobody's wait."""
 
 
-def told(seen: Sequence[Seen], fallback: Callable[[], str], *, is_pass: bool) -> Told:
+def told(seen: Sequence[Seen], fallback: str, *, is_pass: bool) -> Told:
     """What the steps without a sample were.
 
     Args:
@@ -67,7 +68,7 @@ def told(seen: Sequence[Seen], fallback: Callable[[], str], *, is_pass: bool) ->
     share = _share_of_lateness(known, is_pass=is_pass)
     without_late = [_without_late(one, share) for one in known]
     as_sampled = _sums(one.kinds or {} for one in sampled)
-    purpose = _main_purpose(as_sampled) or fallback()
+    purpose = _main_purpose(as_sampled) or fallback
     alike = [one for one in others if one.late is not None]
     exposed: dict[Kind, float] = {}
     held: list[float] = []
@@ -76,20 +77,22 @@ def told(seen: Sequence[Seen], fallback: Callable[[], str], *, is_pass: bool) ->
         late, held = _late(alike, usual, share, is_pass)
         for one, ns in zip(alike, late, strict=True):
             if one.late is not None and ns:
-                _add(exposed, {(purpose, "wait", rank): ns * part / one.late.ns for rank, part in one.late.by.items()})
+                for rank, part in one.late.by.items():
+                    kind: Kind = (purpose, "wait", rank)
+                    add(exposed, {kind: ns * part / one.late.ns})
         stood_ns = sum(one.ns for one in alike) - sum(late) - sum(held)
         if is_pass:
             stood_ns = len(alike) * usual.standing(alike, [a + b for a, b in zip(late, held, strict=True)])
         rest = _sums(without_late)
         # What is unknown there is as the rest, and not as what lateness has explained.
         rest = {kind: ns for kind, ns in rest.items() if kind[1] != "unknown"} or rest or as_sampled
-        _add(exposed, _in_proportion(stood_ns, rest))
+        add(exposed, _in_proportion(stood_ns, rest))
     if unknown := [one for one in others if one.late is None]:
         stood_ns = sum(one.ns for one in unknown)
         if is_pass:
             usual = _Parts.of(sampled, [one.kinds or {} for one in sampled], unknown, is_pass=True)
             stood_ns = len(unknown) * usual.standing(unknown, [0.0] * len(unknown))
-        _add(exposed, _in_proportion(stood_ns, as_sampled))
+        add(exposed, _in_proportion(stood_ns, as_sampled))
     return Told(exposed, sum(held))
 
 
@@ -164,7 +167,7 @@ def _late(others: Sequence[Seen], usual: _Parts, share: float, is_pass: bool) ->
             most_ns = min(most_ns, 0.0 if one.unused_ns is None else one.unused_ns - idle_ns - usual.stands + slack_ns)
         late_ns = max(0.0, min(share * one.late.ns, most_ns))
         late.append(late_ns if late_ns >= GAP_NS else 0.0)
-        held.append(max(0.0, min(one.late_with_profiler_ns - one.late.ns, most_ns - late[-1])))
+        held.append(max(0.0, min(one.late.with_profiler_ns - one.late.ns, most_ns - late[-1])))
     return late, held
 
 
@@ -249,13 +252,14 @@ def _in_proportion(ns: float, kinds: Mapping[Kind, float]) -> dict[Kind, float]:
 def _sums(all_kinds: Iterable[Mapping[Kind, float]]) -> dict[Kind, float]:
     found: dict[Kind, float] = {}
     for kinds in all_kinds:
-        _add(found, kinds)
+        add(found, kinds)
     return found
 
 
-def _add(sums: dict[Kind, float], more: Mapping[Kind, float]) -> None:
-    for kind, ns in more.items():
-        sums[kind] = sums.get(kind, 0.0) + ns
+def add(sums: dict[_K, float], more: Mapping[_K, float]) -> None:
+    """Add amounts to sums by the same key."""
+    for key, amount in more.items():
+        sums[key] = sums.get(key, 0.0) + amount
 
 
 GAP_NS = 100_000

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from penstock.numbers import plural
-from penstock.profiling.between import GAP_NS, Kind, Seen, told
+from penstock.profiling.between import GAP_NS, Kind, Seen, add, told
 from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Breakdown, Moving, Share
 from penstock.profiling.clocks import WALL_AGREES_NS, Clock, clocks
 from penstock.profiling.intervals import Piece, clipped, overlaps, union, without
@@ -142,7 +142,7 @@ def _share(record: Record, judged: Turns, beginnings: Beginnings, problems: list
         sample = samples.get(step.number)
         timeline, waits = phases(step), marked_waits(step)
         worked, waited = _by_value(without(timeline, waits)), _by_value(waits)
-        _add(sums.work, worked)
+        add(sums.work, worked)
         kinds: dict[Key, dict[Kind, float]] = {}
         longer: dict[Key, float] = {}
         blocking: set[Key] = set()
@@ -153,25 +153,22 @@ def _share(record: Record, judged: Turns, beginnings: Beginnings, problems: list
             kinds, longer = _look(sums, step, sample, timeline, waits, here)
             blocking = _blocking(waits, own)
             for course in own:
-                _add(sums.bytes, {course.purpose: course.operation.bytes})
-                _add(sums.operations, {course.purpose: 1})
+                add(sums.bytes, {course.purpose: course.operation.bytes})
+                add(sums.operations, {course.purpose: 1})
             previous = own
         unused_ns = step.end_ns - step.start_ns - sum(waited.values()) - step.thread_ns - longer.get(None, 0.0)
         lengths: list[tuple[Key, float]] = [*waited.items()]
         if "backward" in worked or None in kinds:
             lengths.append((None, worked.get("backward", 0.0)))
         for key, ns in lengths:
-            late = beginnings.lateness(rank, step.number, key, without_profiler=True)
-            with_profiler = beginnings.lateness(rank, step.number, key)
             one = Seen(
-                ns - longer.get(key, 0.0),
-                late,
-                0.0 if with_profiler is None else with_profiler.ns,
-                unused_ns if can_stand and step.thread_ns else None,
-                worked.get("forward", 0.0),
-                step.end_ns - step.start_ns - ns - sum(waited.values()),
-                None if sample is None else kinds.get(key, {}),
-                key in blocking,
+                ns=ns - longer.get(key, 0.0),
+                late=beginnings.lateness(rank, step.number, key),
+                unused_ns=unused_ns if can_stand and step.thread_ns else None,
+                forward_ns=worked.get("forward", 0.0),
+                outside_ns=step.end_ns - step.start_ns - ns - sum(waited.values()),
+                kinds=None if sample is None else kinds.get(key, {}),
+                is_blocking=key in blocking,
             )
             sums.seen.setdefault(key, []).append(one)
     if sampled == 0:
@@ -212,23 +209,23 @@ def _look(
     made = union([*made, *((a, b, None) for a, b, kind, _ in overlaps(moving, stood) if kind[1:] == ("wait", None))])
     if made:
         for start, end, phase, _ in overlaps(timeline, _both(unmarked, made)):
-            _add(sums.work, {phase: start - end})
+            add(sums.work, {phase: start - end})
             longer[None] = longer.get(None, 0.0) + end - start
         for start, end, marked, _ in overlaps(waits, made):
             longer[marked] = longer.get(marked, 0.0) + end - start
-        _add(sums.work, {"profiler": sum(end - start for start, end, _ in made)})
+        add(sums.work, {"profiler": sum(end - start for start, end, _ in made)})
         # What is on the wire meanwhile would have been while this rank computed.
-        _add(sums.hidden, _by_value((a, b, kind) for a, b, kind, _ in overlaps(moving, made) if kind[1] == "wire"))
+        add(sums.hidden, _by_value((a, b, kind) for a, b, kind, _ in overlaps(moving, made) if kind[1] == "wire"))
         moving, unmarked, waits = without(moving, made), without(unmarked, made), without(waits, made)
     for start, end, phase, _ in overlaps(timeline, unmarked):
-        _add(sums.work, {phase: start - end})
+        add(sums.work, {phase: start - end})
     purpose_of = {(course.operation.name, course.operation.group): course.purpose for course in courses}
     kinds: dict[Key, dict[Kind, float]] = {}
     for blocked in (waits, unmarked):
         for piece, inside in _grouped(blocked, moving):
-            _add(kinds.setdefault(piece[2], {}), _within(piece, inside, purpose_of))
+            add(kinds.setdefault(piece[2], {}), _within(piece, inside, purpose_of))
     still = union([*((a, b, None) for a, b, _ in waits), *unmarked])
-    _add(sums.hidden, _by_value(piece for piece in without(moving, still) if piece[2][1:] != ("wait", None)))
+    add(sums.hidden, _by_value(piece for piece in without(moving, still) if piece[2][1:] != ("wait", None)))
     late = [(course.operation.issued_ns, course.operation.ended_ns, None) for course in courses]
     sums.running_on += sum(b - a for a, b, _ in union(clipped(late, step.end_ns, 1 << 63)))
     return kinds, longer
@@ -298,12 +295,12 @@ def _mean(rank: int, steps: list[Step], sampled: int, sums: _Sums) -> Share:
     exposed: dict[Kind, float] = {}
     for key, seen in sums.seen.items():
         for one in seen:
-            _add(exposed, one.kinds or {})
-        others = told(seen, lambda: max(sums.bytes, key=sums.bytes.__getitem__, default=OTHER), is_pass=key is None)
-        _add(exposed, others.exposed)
-        _add(sums.work, {"profiler": others.profiler_ns})
+            add(exposed, one.kinds or {})
+        others = told(seen, max(sums.bytes, key=sums.bytes.__getitem__, default=OTHER), is_pass=key is None)
+        add(exposed, others.exposed)
+        add(sums.work, {"profiler": others.profiler_ns})
         if key is None:
-            _add(sums.work, {"backward": -others.profiler_ns - sum(others.exposed.values())})
+            add(sums.work, {"backward": -others.profiler_ns - sum(others.exposed.values())})
     work = {phase: ns / count for phase in PHASES if (ns := sums.work.get(phase, 0.0)) > 0}
     exposed = {kind: ns / count for kind, ns in exposed.items()}
     hidden = {kind: part / sampled for kind, part in sums.hidden.items()}
@@ -313,7 +310,7 @@ def _mean(rank: int, steps: list[Step], sampled: int, sums: _Sums) -> Share:
         waited_for: dict[int, float] = {}
         for kind, part in [*exposed.items(), *hidden.items()]:
             if kind[0] == purpose and kind[1] == "wait" and kind[2] is not None:
-                _add(waited_for, {kind[2]: part})
+                add(waited_for, {kind[2]: part})
         moving = Moving(
             _sum(exposed, purpose, "wire"),
             _sum(exposed, purpose, "wait"),
@@ -342,10 +339,10 @@ def _resolved(parts: dict[Kind, float], *examples: dict[Kind, float]) -> dict[Ki
                 break
             for (other, how, last), size in example.items():
                 if how != "unknown" and wanted in (None, other):
-                    _add(known, {(how, last): size})
+                    add(known, {(how, last): size})
         total = sum(known.values())
         for (how, last), size in known.items() if total else [(("wire", None), 1.0)]:
-            _add(found, {(purpose, how, last): part * (size / total if total else 1.0)})
+            add(found, {(purpose, how, last): part * (size / total if total else 1.0)})
     return found
 
 
@@ -452,11 +449,6 @@ def _by_value(timeline: Iterable[tuple[int, int, _K]]) -> dict[_K, float]:
     for start, end, value in timeline:
         found[value] = found.get(value, 0) + end - start
     return found
-
-
-def _add(sums: dict[_K, float], more: Mapping[_K, float | int]) -> None:
-    for key, value in more.items():
-        sums[key] = sums.get(key, 0) + value
 
 
 def _sum(parts: Mapping[Kind, float], purpose: str, what: str) -> float:

@@ -19,12 +19,14 @@ Key = tuple[str, str] | None
 
 
 class Lateness(NamedTuple):
-    """Of those that began last, in all that a step has of one kind."""
+    """Of those that began last, in all that a step has of one kind, as if torch's profiler had held up nobody (`held_up`)."""
 
     ns: float
     """After this rank; 0 where this one was the last."""
     by: dict[int, float]
     """Of that, by the rank that was the last."""
+    with_profiler_ns: float
+    """As it was."""
 
 
 _Begun = dict[str, list[tuple[int, int]]]
@@ -43,6 +45,7 @@ class Beginnings:
         """
         self._steps = {record.header.rank: {step.number: step for step in record.steps} for record in records}
         self._host = {record.header.rank: record.header.host for record in records}
+        self._held_up = {step.number for record in records for step in record.steps if held_up(step)[0]}
         self._clock_of = clock_of
         self._occurrences: dict[tuple[int, int], dict[Key, list[tuple[int, int]]]] = {}
         partners: dict[tuple[int, str | None], set[int]] = {}
@@ -65,18 +68,24 @@ class Beginnings:
         self._partners = {key: tuple(sorted(ranks)) for key, ranks in partners.items()}
         self._known: dict[tuple[tuple[int, ...], int, Key, bool], dict[int, list[_Begun]]] = {}
 
-    def lateness(self, rank: int, number: int, key: Key, *, without_profiler: bool = False) -> Lateness | None:
+    def lateness(self, rank: int, number: int, key: Key) -> Lateness | None:
         """How long after this rank the last one began it in this step: in sum where a step has several, of backward passes those
         in which gradients are summed. None if no rank that this one waits for in it began it as often. O(hosts), once O(ranks).
 
         Ranks wait for those that they have met in the group, in operations of all ranks; not in what has a root, nor in sends
         and receives. What is less than the clocks of two hosts may be wrong by is not counted.
-
-        Args:
-            without_profiler: as if torch's profiler had held up nobody (`held_up`).
         """
         if key is not None and kind(key[0]) not in _OF_ALL:
             return None
+        by = self._by(rank, number, key, without_profiler=True)
+        if by is None:
+            return None
+        ns = with_profiler_ns = sum(by.values())
+        if number in self._held_up:
+            with_profiler_ns = sum((self._by(rank, number, key, without_profiler=False) or {}).values())
+        return Lateness(ns, by, with_profiler_ns)
+
+    def _by(self, rank: int, number: int, key: Key, *, without_profiler: bool) -> dict[int, float] | None:
         partners = self._partners.get((rank, None if key is None else key[1]), ())
         own = self._began(rank, number, key, without_profiler)
         alike = self._all(partners, number, key, without_profiler).get(len(own), [])
@@ -99,7 +108,7 @@ class Beginnings:
                         here_ns, last = its - mine, other
             if here_ns:
                 by[last] = by.get(last, 0.0) + here_ns
-        return Lateness(sum(by.values()), by) if is_known else None
+        return by if is_known else None
 
     def _all(self, ranks: tuple[int, ...], number: int, key: Key, without_profiler: bool) -> dict[int, list[_Begun]]:
         """By how often ranks began it."""
@@ -122,7 +131,8 @@ class Beginnings:
         step = self._steps[rank].get(number)
         if step is None:
             return []
-        clock, (late_ns, until_ns) = self._clock_of[self._host[rank]], held_up(step) if without_profiler else (0, 0)
+        clock = self._clock_of[self._host[rank]]
+        late_ns, until_ns = held_up(step) if without_profiler and number in self._held_up else (0, 0)
         starts = [start for start, _ in self._spans(rank, number).get(key, [])]
         return [clock.on_first(time_ns) - (late_ns if time_ns < until_ns else 0) for time_ns in starts]
 

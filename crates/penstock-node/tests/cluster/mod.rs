@@ -21,9 +21,9 @@ pub(crate) const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr
 /// A configuration for tests: any port of an address of loopback that nothing else here has. One that starts anew at its port finds
 /// it free: a socket of another test that binds any port of [`ANY`] does not get it meanwhile.
 pub(crate) fn config(role: Role) -> Config {
-    static NEXT: AtomicU16 = AtomicU16::new(0);
+    static NEXT: AtomicU16 = AtomicU16::new(1);
     let [high, low] = NEXT.fetch_add(1, Ordering::Relaxed).to_be_bytes();
-    let own = Ipv4Addr::new(127, 1 + (std::process::id() % 250) as u8, high, low.max(1));
+    let own = Ipv4Addr::new(127, 1 + (std::process::id() % 250) as u8, high, low);
     Config { buffer_bytes: 4 << 20, ..Config::new(role, SocketAddr::from((own, 0))) }
 }
 

@@ -109,7 +109,7 @@ def drawn(seed: int) -> Plan:
 @click.command()
 @click.option("--runs", type=click.IntRange(1), default=8, show_default=True, help="Trainings.")
 @click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first one's seed.")
-@click.option("--steps", type=click.IntRange(20), default=120, show_default=True, help="Of each training.")
+@click.option("--steps", type=click.IntRange(60), default=120, show_default=True, help="Of each training.")
 @click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds of one training.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
 def command(runs: int, first: int, steps: int, timeout: float, json_path: str | None) -> None:

@@ -26,7 +26,7 @@ EARLY = (4, 9, 15)
 step is not in all of them."""
 
 _SLOT = 32
-"""Later there is one sample in so many steps at the most, at an odd place: see `_place`."""
+"""Later there is one sample in so many steps at the most, at another place in each: see `_place`."""
 
 SHARE = 0.01
 """Of the time that samples may cost."""
