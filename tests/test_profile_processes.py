@@ -559,8 +559,8 @@ while True:
 
 
 def test_samples_of_a_longer_distance_are_those_of_a_shorter_one_and_hit_no_period() -> None:
-    """Ranks agree on nothing, and the one with fewer samples has some of the other's. What a script does in each second step, or in
-    each hundredth, is in some samples, and not in all."""
+    """Ranks agree on nothing, and the one with fewer samples has some of the other's. What a script does in each second step, or
+    in each hundredth, is in some samples, and not in all."""
     from penstock.tools.profile.recorder import sampling
 
     def samples(distance: int) -> list[int]:
