@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from penstock.profiling.breakdown import PHASES
 from penstock.profiling.intervals import union
-from penstock.profiling.record import Header, Operation, Record, Sample, Span, Step, Wait
+from penstock.profiling.record import Ended, Endings, Header, Operation, Record, Sample, Span, Step, Wait
 
 
 def header(rank: int, world: int, host: str = "a", start_ns: int = 0, wall_ns: int = 0) -> Header:
@@ -23,6 +23,17 @@ def shifted(record: Record, by_ns: int) -> Record:
         [_sample(sample, by_ns) for sample in record.samples],
         [replace(each, time_ns=each.time_ns + by_ns) for each in record.readings],
         [replace(each, time_ns=each.time_ns + by_ns) for each in record.events],
+        endings=[
+            replace(
+                line,
+                until_ns=line.until_ns + by_ns,
+                operations=tuple(
+                    one._replace(issued_ns=one.issued_ns + by_ns, ended_ns=one.ended_ns + by_ns)
+                    for one in line.operations
+                ),
+            )
+            for line in record.endings
+        ],
     )
 
 
@@ -153,5 +164,13 @@ def wild(seed: int, most: int | None = None) -> list[Record]:
         for _ in range(draw.randrange(4)):
             busy = tuple((a, b) for a, b, _ in union([(*interval(), None) for _ in range(3)]))
             record.samples.append(Sample(draw.randrange(6), busy, tuple(operation() for _ in range(draw.randrange(5)))))
+        for _ in range(draw.randrange(3)):
+            # What samples show, and anything.
+            shown = [one for sample in record.samples for one in sample.operations if draw.randrange(3)]
+            ended = [
+                Ended(draw.choice("cd"), draw.randrange(3), one.group, one.name, one.issued_ns, one.ended_ns)
+                for one in [*shown, *(operation() for _ in range(draw.randrange(3)))]
+            ]
+            record.endings.append(Endings(interval()[1], draw.choice([0, 0, 1, most]), tuple(ended)))
         records.append(record)
     return records

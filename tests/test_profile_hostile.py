@@ -336,7 +336,7 @@ def test_no_mutation_breaks_a_reader(tmp_path: pathlib.Path, kind: str) -> None:
         "log": LOG.read_text(),
         "newer log": NEWER.format(number=10, head="(min, max)", least="(1.0, ", end=")") * 2,
         "inspector": profiled.inspector_lines(),
-        "ours": "".join(map(record.line, [one.header, *one.steps, *one.samples, *one.readings])),
+        "ours": "".join(map(record.line, [one.header, *one.steps, *one.samples, *one.endings, *one.readings])),
     }[kind].encode()
     path = tmp_path / "file"
     path.write_bytes(whole)

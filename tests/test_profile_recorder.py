@@ -215,6 +215,35 @@ def test_a_gradient_reducer_tells_its_operations(profiled: Any) -> None:
         assert all([wait.operation for wait in step.waits] == ["all_reduce"] for step in record.steps[1:])
 
 
+@pytest.mark.parametrize("mode", ["ddp", "reducer"])
+def test_the_engine_tells_operations_of_all_steps(profiled: Any, mode: str) -> None:
+    """As often as a sample shows them, and numbered alike on both ranks."""
+    job = profiled(mode, *([] if mode == "reducer" else ["penstock"]), ranks=2)
+    assert job.code == 0
+    numbered = []
+    for record in job.records:
+        ended = [one for line in record.endings for one in line.operations]
+        assert not any(line.missing for line in record.endings)
+        assert len({(one.channel, one.number) for one in ended}) == len(ended)
+        numbered.append([(one.channel, one.number, one.group, one.name) for one in sorted(ended)])
+        for sample in record.samples:
+            step = record.steps[sample.step]
+            here = [one for one in ended if step.start_ns <= one.issued_ns < step.end_ns]
+            assert sorted((one.group, one.name) for one in here) == sorted(
+                (one.group, one.name) for one in sample.operations
+            )
+        last_ns = max(line.until_ns for line in record.endings)
+        of_steps = {
+            step.number: sum(step.start_ns <= one.issued_ns < step.end_ns for one in ended)
+            for step in record.steps[2:]
+            if step.end_ns <= last_ns
+        }
+        assert len(of_steps) > len(record.samples)
+        assert set(of_steps.values()) == {len(record.samples[-1].operations)} or mode == "reducer"
+        assert all(of_steps.values())
+    assert numbered[0][:20] == numbered[1][:20]
+
+
 def test_the_profiler_waits_for_callbacks_that_note_an_end() -> None:
     """Also where the thread that runs them waits for something: then it does not look as if it were at work."""
     assert ranks.run(_wait_for_callbacks, count=2) == [["late"], ["late"]]

@@ -2,10 +2,11 @@
 
 use crate::group::Group;
 use crate::handle::Handle;
-use crate::recorder::Recorder;
+use crate::recorder::{Ended, Recorder};
 use crate::runtime::{Command, GroupSpec, Runtime, Shared};
 use crate::stats::Stats;
 use crate::ticket::Ticket;
+use penstock_net::arbiter::monotonic_ns;
 use penstock_net::memory::{MemoryEpoch, Region};
 use penstock_net::{Contact, Driver, Listen, Loop, Process, Ptracer, Settings, fds, log_writer};
 use penstock_plan::Thresholds;
@@ -19,7 +20,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// An engine's settings. The Python front's `config.py` says what each costs and when to change it.
 #[derive(Clone, Debug)]
@@ -166,6 +167,15 @@ impl Engine {
     /// `Closed`: the engine has stopped.
     pub fn record(&self) -> Result<String, Failure> {
         self.handle.ask(Command::Record)
+    }
+
+    /// The operations of this process that have ended well since the last call, and how many are missing: the flight recorder keeps
+    /// 1024. Each is told once, to whoever asks first. Wakes no thread, and works after the end as well.
+    #[must_use]
+    pub fn take_ended(&self) -> (Vec<Ended>, u64) {
+        let (now, clock) = (Instant::now(), monotonic_ns());
+        let ago = |time| now.saturating_duration_since(time).as_nanos() as u64;
+        self.handle.recorder().take_ended(|time| clock.saturating_sub(ago(time)))
     }
 
     /// Writes the flight record to [`Config::flight_recorder`], if that is set, in the background.

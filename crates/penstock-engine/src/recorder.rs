@@ -24,11 +24,29 @@ pub(crate) struct Record {
     /// Bytes of the tensor.
     pub(crate) bytes: u64,
     pub(crate) algorithm: Algorithm,
+    /// When its caller asked for it.
     pub(crate) issued: Instant,
     /// When it ended, and whether it succeeded.
     pub(crate) ended: Option<(Instant, bool)>,
     /// Ranks this operation is still waiting for. Computed on demand; kept after a failure for the error message.
     pub(crate) waits_for: Option<String>,
+}
+
+/// An operation that has ended well, as [`Recorder::take_ended`] tells it.
+#[derive(Clone, Debug)]
+pub struct Ended {
+    /// The name of its group or channel.
+    pub group: Arc<str>,
+    /// Its number in its channel: for collectives, from 1 on.
+    pub number: Option<u64>,
+    /// Such as `all_reduce`.
+    pub operation: &'static str,
+    /// Bytes of the tensor.
+    pub bytes: u64,
+    /// When it was issued, in nanoseconds of the host's monotonic clock.
+    pub issued_ns: u64,
+    /// When it ended.
+    pub ended_ns: u64,
 }
 
 /// Identifies an entry while it is in the recorder.
@@ -64,8 +82,12 @@ struct Writing {
 #[derive(Debug, Default)]
 struct Log {
     records: VecDeque<Record>,
+    /// Beside each: whether [`Recorder::take_ended`] has told it.
+    told: VecDeque<bool>,
     /// How many entries were dropped.
     forgotten: u64,
+    /// How many of those [`Recorder::take_ended`] will never tell, since its last call.
+    untold: u64,
 }
 
 impl Recorder {
@@ -78,8 +100,10 @@ impl Recorder {
         if log.records.len() == MOST_RECORDS {
             log.records.pop_front();
             log.forgotten += 1;
+            log.untold += u64::from(log.told.pop_front() == Some(false));
         }
         log.records.push_back(record);
+        log.told.push_back(false);
         Entry(log.forgotten + log.records.len() as u64 - 1)
     }
 
@@ -107,6 +131,29 @@ impl Recorder {
         for record in self.log().records.iter_mut().filter(|record| channels.contains(&record.group)) {
             record.ended.get_or_insert((now, false));
         }
+    }
+
+    /// The operations that have ended since the last call, in the order in which they were issued, and how many were dropped before
+    /// they could be told: ended or not, well or not.
+    pub(crate) fn take_ended(&self, nanoseconds: impl Fn(Instant) -> u64) -> (Vec<Ended>, u64) {
+        let mut log = self.log();
+        let Log { records, told, untold, .. } = &mut *log;
+        let mut found = Vec::new();
+        for (record, is_told) in records.iter().zip(told) {
+            let Some((ended, well)) = record.ended.filter(|_| !*is_told) else { continue };
+            *is_told = true;
+            if well {
+                found.push(Ended {
+                    group: record.group.clone(),
+                    number: record.seq,
+                    operation: record.what.name(),
+                    bytes: record.bytes,
+                    issued_ns: nanoseconds(record.issued),
+                    ended_ns: nanoseconds(ended),
+                });
+            }
+        }
+        (found, std::mem::take(untold))
     }
 
     fn change(&self, entry: Entry, change: impl FnOnce(&mut Record)) {
@@ -284,6 +331,43 @@ mod tests {
             ]
         );
     }
+    /// Who takes what has ended gets each operation once, at its end and not before, but for those that failed; and is told how many
+    /// were dropped.
+    #[test]
+    fn each_end_is_told_once() {
+        let recorder = Recorder::new(0, 0, "h".into(), None);
+        let start = Instant::now();
+        let at = |ns| start + Duration::from_nanos(ns);
+        let issue = |seq| {
+            recorder.issued(Record {
+                group: "g".into(),
+                seq: Some(seq),
+                what: Fingerprint::new(Name::AllReduce, None, DType::F32, None, seq),
+                bytes: 4 * seq,
+                algorithm: Algorithm::Ring,
+                issued: at(seq),
+                ended: None,
+                waits_for: None,
+            })
+        };
+        let told = || {
+            let (ended, dropped) = recorder.take_ended(|time| time.duration_since(start).as_nanos() as u64);
+            (ended.iter().map(|one| (one.number, one.ended_ns - one.issued_ns)).collect::<Vec<_>>(), dropped)
+        };
+        let entries: Vec<Entry> = (1..=4).map(issue).collect();
+        recorder.ended(entries[2], at(10), true);
+        recorder.ended(entries[0], at(12), true);
+        recorder.ended(entries[1], at(13), false);
+        assert_eq!(told(), (vec![(Some(1), 11), (Some(3), 7)], 0), "in order of issue, and not what failed");
+        assert_eq!(told(), (vec![], 0));
+        recorder.ended(entries[3], at(20), true);
+        for seq in 5..=MOST_RECORDS as u64 + 4 {
+            issue(seq);
+        }
+        assert_eq!(told(), (vec![], 1), "of four that were dropped all but the last were told");
+        assert_eq!(told(), (vec![], 0));
+    }
+
     /// A folder on a file system that blocks holds up neither who asks for a record nor the next one, and what was asked for
     /// last is what stands there in the end.
     #[test]

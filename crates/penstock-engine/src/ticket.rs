@@ -8,10 +8,17 @@ use std::time::{Duration, Instant};
 #[derive(Clone, Debug, Default)]
 pub struct Ticket(Arc<Inner>);
 
-#[derive(Default)]
 struct Inner {
+    /// When the caller asked for the operation: the engine's thread may come to it milliseconds later.
+    made: Instant,
     state: Mutex<State>,
     changed: Condvar,
+}
+
+impl Default for Inner {
+    fn default() -> Inner {
+        Inner { made: Instant::now(), state: Mutex::default(), changed: Condvar::default() }
+    }
 }
 
 #[derive(Default)]
@@ -82,6 +89,11 @@ impl Ticket {
         }
     }
 
+    /// When it was made: when its caller asked for the operation.
+    pub(crate) fn made(&self) -> Instant {
+        self.0.made
+    }
+
     /// Whether both tickets belong to the same operation.
     pub(crate) fn is(&self, other: &Ticket) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
@@ -129,6 +141,11 @@ impl Promise {
     /// A receive from any source has its message.
     pub(crate) fn set_source(&self, from: u32) {
         self.0.0.lock().source = Some(from);
+    }
+
+    /// As [`Ticket::made`].
+    pub(crate) fn made(&self) -> Instant {
+        self.0.0.made()
     }
 
     /// Whether the promise belongs to this ticket.

@@ -65,7 +65,7 @@ impl Arbiter {
     /// This process has urgent bytes under way, for so long if it does not say so again; at most [`CLAIM_MOST`].
     pub fn claim(&self, lasts: u64) {
         if let Some(word) = &self.word {
-            let until = clock() + lasts.min(CLAIM_MOST);
+            let until = monotonic_ns() + lasts.min(CLAIM_MOST);
             word.epoch().store((until / UNIT) << OWNER_BITS | self.own, Ordering::Relaxed);
         }
     }
@@ -77,7 +77,7 @@ impl Arbiter {
         if word & OWNERS == self.own {
             return None;
         }
-        let left = ((word >> OWNER_BITS) * UNIT).saturating_sub(clock());
+        let left = ((word >> OWNER_BITS) * UNIT).saturating_sub(monotonic_ns());
         // A longer one is none of ours.
         (1..=CLAIM_MOST).contains(&left).then(|| now.plus(left))
     }
@@ -117,8 +117,9 @@ impl HoldLimit {
     }
 }
 
-/// Nanoseconds, alike for all processes of the host.
-fn clock() -> u64 {
+/// Nanoseconds of the monotonic clock, which all processes of the host share.
+#[must_use]
+pub fn monotonic_ns() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
@@ -171,9 +172,9 @@ mod tests {
         assert_eq!(one.claimed(now), None);
         let until = other.claimed(now).expect("just claimed");
         assert!(until > now && until <= now.plus(CLAIM_MOST), "{until:?}");
-        let began = clock();
+        let began = monotonic_ns();
         while other.claimed(now).is_some() {
-            assert!(clock() - began < 10_000 * MILLISECOND, "a claim does not end");
+            assert!(monotonic_ns() - began < 10_000 * MILLISECOND, "a claim does not end");
             std::thread::yield_now();
         }
         // From another boot, or what somebody else has written.

@@ -245,10 +245,16 @@ impl Fingerprint {
         )
     }
 
+    /// Such as `all_reduce`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        NAMES.get((self.what >> 60) as usize).copied().unwrap_or("unknown operation")
+    }
+
     /// For people: `all_reduce(sum, 1024 x float32)`.
     #[must_use]
     pub fn describe(self) -> String {
-        let name = NAMES.get((self.what >> 60) as usize).copied().unwrap_or("unknown operation");
+        let name = self.name();
         if name == Name::Open.text() {
             // Its elements are a checksum of the channel's name.
             return name.to_owned();

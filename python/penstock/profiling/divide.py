@@ -19,6 +19,7 @@ from penstock.profiling.lateness import Beginnings, Key
 from penstock.profiling.matching import by_rank, meetings
 from penstock.profiling.phases import marked_waits, phases
 from penstock.profiling.record import Record, Sample, Step
+from penstock.profiling.remembered import remembered
 from penstock.profiling.turns import Course, Turns, turns
 
 __all__ = ["GAP_NS", "OUTLIER", "WAKE_NS", "WARM_UP_STEPS", "divide", "flight", "standing"]
@@ -38,11 +39,13 @@ def divide(records: Sequence[Record]) -> Breakdown:
     met = meetings(ranks)
     clock_of, said = clocks(ranks, met)
     judged = turns(ranks, met, clock_of)
+    known = remembered(ranks, met, clock_of)
     problems += said + _about_ranks(ranks)
     shares = []
     beginnings = Beginnings(ranks, met, clock_of)
     for record in ranks:
-        share = _share(record, judged, beginnings, problems)
+        rank = record.header.rank
+        share = _share(record, judged.courses.get(rank, {}), known.get(rank, {}), beginnings, problems)
         if share is not None:
             shares.append(share)
     problems += _about_operations(ranks, judged) + _about_clocks(clock_of, shares)
@@ -110,6 +113,44 @@ def standing(
     return without(union((start, end, None) for start, end, _, _ in overlaps(idle, awaking)), waits)
 
 
+@dataclass(frozen=True)
+class _Last:
+    """A thread that stands still in a backward pass once it has issued the last operation there, and not before, as DDP does."""
+
+    awake_ns: int
+    """For so much longer than something moves; less than 0: it begins that much later."""
+
+    @classmethod
+    def of(
+        cls, steps: Iterable[Step], samples: Mapping[int, Sample], courses: Mapping[int, list[Course]]
+    ) -> _Last | None:
+        """None: in samples it stands still at other times."""
+        shown, guessed = [], []
+        for step in steps:
+            own, waits = courses.get(step.number, []), marked_waits(step)
+            moving = flight(own, step.start_ns, step.end_ns)
+            shown.append(_length(standing(step, samples[step.number], waits, moving)))
+            guessed.append(_length(cls(0).standing(step, own, waits, moving)))
+        differ = [a - b for a, b in zip(shown, guessed, strict=True) if b]
+        awake_ns = round(statistics.median(differ)) if differ else 0
+        off = sum(abs(a - b - (awake_ns if b else 0)) for a, b in zip(shown, guessed, strict=True))
+        return cls(min(awake_ns, WAKE_NS)) if off <= _LAST * sum(shown) + GAP_NS * len(shown) else None
+
+    def standing(
+        self, step: Step, courses: Sequence[Course], waits: list[Piece[tuple[str, str]]], moving: list[Piece[Kind]]
+    ) -> list[Piece[None]]:
+        """As the function of that name, for a step without a sample."""
+        issued = sorted(course.operation.issued_ns for course in courses)
+        spans = ((span.start_ns, span.end_ns, None) for span in step.spans if span.phase == "backward")
+        pieces = []
+        for start, end, _ in union(clipped(spans, step.start_ns, step.end_ns)):
+            at = bisect.bisect_left(issued, end) - 1
+            if at >= 0 and issued[at] >= start:
+                pieces.append((min(issued[at] + max(0, -self.awake_ns), end), end, None))
+        longer = union((start, end + max(0, self.awake_ns), None) for start, end, _ in moving)
+        return without(union((start, end, None) for start, end, _, _ in overlaps(pieces, longer)), waits)
+
+
 @dataclass
 class _Sums:
     """Of one rank over its steps, in ns."""
@@ -125,19 +166,32 @@ class _Sums:
     """How long operations went on after the end of their step."""
 
 
-def _share(record: Record, judged: Turns, beginnings: Beginnings, problems: list[str]) -> Share | None:
+def _share(
+    record: Record,
+    courses: Mapping[int, list[Course]],
+    known: Mapping[int, list[Course]],
+    beginnings: Beginnings,
+    problems: list[str],
+) -> Share | None:
+    """
+    Args:
+        courses: of sampled operations, by step.
+        known: of all operations, by steps without a sample.
+    """
     rank = record.header.rank
     steps = _counted(record, problems)
     if not steps:
         problems.append(f"rank {rank} recorded no whole step: it is left out")
         return None
     samples = {sample.step: sample for sample in record.samples}
-    courses = judged.courses.get(rank, {})
     sums = _Sums()
-    sampled = 0
     previous: list[Course] = []
     # Autograd may work in a thread of its own.
     can_stand = not any(sample.device is not None or not sample.busy for sample in samples.values())
+    last = _Last.of([step for step in steps if step.number in samples], samples, courses) if known else None
+    operations = {number: courses.get(number, []) for number in samples}
+    if last is not None:
+        operations = {**known, **operations}
     for step in steps:
         sample = samples.get(step.number)
         timeline, waits = phases(step), marked_waits(step)
@@ -146,16 +200,25 @@ def _share(record: Record, judged: Turns, beginnings: Beginnings, problems: list
         kinds: dict[Key, dict[Kind, float]] = {}
         longer: dict[Key, float] = {}
         blocking: set[Key] = set()
-        if sample is not None:
-            sampled += 1
-            own = courses.get(step.number, [])
+        own = operations.get(step.number)
+        if own is not None:
             here = [course for course in previous if course.operation.ended_ns > step.start_ns] + own
-            kinds, longer = _look(sums, step, sample, timeline, waits, here)
+            moving = flight(here, step.start_ns, step.end_ns)
+            if sample is not None:
+                unmarked = standing(step, sample, waits, moving)
+            else:
+                assert last is not None
+                unmarked = last.standing(step, own, waits, moving)
+            kinds, longer = _look(sums, step, unmarked, timeline, waits, here, moving)
             blocking = _blocking(waits, own)
-            for course in own:
+            if step.number + 1 not in operations:
+                late = [(one.operation.issued_ns, one.operation.ended_ns, None) for one in here]
+                sums.running_on += sum(b - a for a, b, _ in union(clipped(late, step.end_ns, 1 << 63)))
+            previous = own
+        if sample is not None:
+            for course in courses.get(step.number, []):
                 add(sums.bytes, {course.purpose: course.operation.bytes})
                 add(sums.operations, {course.purpose: 1})
-            previous = own
         unused_ns = step.end_ns - step.start_ns - sum(waited.values()) - step.thread_ns - longer.get(None, 0.0)
         lengths: list[tuple[Key, float]] = [*waited.items()]
         if "backward" in worked or None in kinds:
@@ -167,18 +230,20 @@ def _share(record: Record, judged: Turns, beginnings: Beginnings, problems: list
                 unused_ns=unused_ns if can_stand and step.thread_ns else None,
                 forward_ns=worked.get("forward", 0.0),
                 outside_ns=step.end_ns - step.start_ns - ns - sum(waited.values()),
-                kinds=None if sample is None else kinds.get(key, {}),
+                kinds=None if own is None else kinds.get(key, {}),
                 is_blocking=key in blocking,
             )
             sums.seen.setdefault(key, []).append(one)
+    counted = [step for step in steps if step.number in operations]
+    sampled = sum(step.number in samples for step in counted)
     if sampled == 0:
         problems.append(
             f"rank {rank} has no sampled step after its first {_warm_up(record)}: its communication is not told apart, exposed "
             "time is counted as wire, and what is hidden is unknown; let it run for more steps"
         )
-    elif sums.running_on > 0.01 * sum(step.end_ns - step.start_ns for step in steps if step.number in samples):
+    elif sums.running_on > 0.01 * sum(step.end_ns - step.start_ns for step in counted):
         problems.append(
-            f"operations of rank {rank} run on after their step for {sums.running_on / sampled / 1e6:.3f} ms a step, where "
+            f"operations of rank {rank} run on after their step for {sums.running_on / len(counted) / 1e6:.3f} ms a step, where "
             "only the next sample could see them: hidden communication is more than shown"
         )
     dropped = sum(sample.dropped for sample in record.samples)
@@ -186,21 +251,20 @@ def _share(record: Record, judged: Turns, beginnings: Beginnings, problems: list
         problems.append(
             f"samples of rank {rank} lack {dropped} operations that were too many: its communication is more than shown"
         )
-    return _mean(rank, steps, sampled, sums)
+    return _mean(rank, steps, sampled, len(counted), sums)
 
 
 def _look(
     sums: _Sums,
     step: Step,
-    sample: Sample,
+    unmarked: list[Piece[None]],
     timeline: list[Piece[str]],
     waits: list[Piece[tuple[str, str]]],
     courses: list[Course],
+    moving: list[Piece[Kind]],
 ) -> tuple[dict[Key, dict[Kind, float]], dict[Key, float]]:
-    """Add what a sample tells of its step. Returns what the backward pass, while it stood still without a mark, and marked waits
-    were; and by how much torch's profiler made them longer: it has held up another rank, which counts as the profiler's."""
-    moving = flight(courses, step.start_ns, step.end_ns)
-    unmarked = standing(step, sample, waits, moving)
+    """Add what operations tell of their step. Returns what the backward pass, while it stood still without a mark, and marked
+    waits were; and by how much torch's profiler made them longer: it has held up another rank, which counts as the profiler's."""
     longer: dict[Key, float] = {}
     since_ns = min((one.operation.issued_ns for one in courses if one.profiler_ns), default=step.end_ns)
     stood = clipped(sorted([(a, b, None) for a, b, _ in waits] + unmarked), since_ns, step.end_ns)
@@ -226,8 +290,6 @@ def _look(
             add(kinds.setdefault(piece[2], {}), _within(piece, inside, purpose_of))
     still = union([*((a, b, None) for a, b, _ in waits), *unmarked])
     add(sums.hidden, _by_value(piece for piece in without(moving, still) if piece[2][1:] != ("wait", None)))
-    late = [(course.operation.issued_ns, course.operation.ended_ns, None) for course in courses]
-    sums.running_on += sum(b - a for a, b, _ in union(clipped(late, step.end_ns, 1 << 63)))
     return kinds, longer
 
 
@@ -289,7 +351,7 @@ def _within(
     return _by_value(pieces)
 
 
-def _mean(rank: int, steps: list[Step], sampled: int, sums: _Sums) -> Share:
+def _mean(rank: int, steps: list[Step], sampled: int, looked: int, sums: _Sums) -> Share:
     """The mean step: phases and marked waits from all steps; what marks do not see, by the sampled ones (`between.told`)."""
     count = len(steps)
     exposed: dict[Kind, float] = {}
@@ -303,7 +365,7 @@ def _mean(rank: int, steps: list[Step], sampled: int, sums: _Sums) -> Share:
             add(sums.work, {"backward": -others.profiler_ns - sum(others.exposed.values())})
     work = {phase: ns / count for phase in PHASES if (ns := sums.work.get(phase, 0.0)) > 0}
     exposed = {kind: ns / count for kind, ns in exposed.items()}
-    hidden = {kind: part / sampled for kind, part in sums.hidden.items()}
+    hidden = {kind: part / looked for kind, part in sums.hidden.items()}
     exposed, hidden = _resolved(exposed, exposed, hidden), _resolved(hidden, hidden, exposed)
     communication = {}
     for purpose in PURPOSES:
@@ -444,6 +506,10 @@ def _about_clocks(clock_of: Mapping[str, Clock], shares: list[Share]) -> list[st
     return problems
 
 
+def _length(timeline: Iterable[Piece[None]]) -> int:
+    return sum(end - start for start, end, _ in timeline)
+
+
 def _by_value(timeline: Iterable[tuple[int, int, _K]]) -> dict[_K, float]:
     found: dict[_K, float] = {}
     for start, end, value in timeline:
@@ -460,6 +526,9 @@ WARM_UP_STEPS = 2
 
 WAKE_NS = 5_000_000
 """After which a thread that has waited runs again, where processors are few: as long as Python's threads keep the interpreter."""
+
+_LAST = 0.1
+"""Of the time for which samples stand still: as much may lie elsewhere than after the last operation."""
 
 OUTLIER = 5
 """So many times the median is worth a word: a checkpoint, an evaluation, a stall."""

@@ -18,6 +18,8 @@ from penstock.errors import Config
 from penstock.texts import checked, harmless
 
 __all__ = [
+    "Ended",
+    "Endings",
     "Event",
     "Header",
     "Interval",
@@ -127,6 +129,32 @@ class Sample:
     """The same step as a GPU lived it: its kernels by the phase of their launch, and as waits where it only communicated."""
 
 
+class Ended(NamedTuple):
+    """An operation as Penstock's engine remembers it."""
+
+    channel: str
+    """Within the job, as the engine calls it: the same on all ranks."""
+    number: int
+    """Of a collective within its channel: the same on all ranks."""
+    group: str
+    """As in `Operation`."""
+    name: str
+    issued_ns: int
+    ended_ns: int
+
+
+@dataclass(frozen=True)
+class Endings:
+    """Operations of Penstock's engine that have ended, in all steps. It takes them later than a sample does, and notes their ends
+    earlier, by some tenths of a millisecond: torch and Python lie between."""
+
+    until_ns: int
+    """All that ended until then stand in this line and those before."""
+    missing: int
+    """But so many."""
+    operations: tuple[Ended, ...]
+
+
 @dataclass(frozen=True)
 class Readings:
     """Counters of the system at one moment. The rates are theirs to compute who read."""
@@ -156,6 +184,7 @@ class Record:
     events: list[Event] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """What is wrong with the file, in words for its owner."""
+    endings: list[Endings] = field(default_factory=list)
 
     @property
     def is_of_host(self) -> bool:
@@ -166,7 +195,7 @@ class Record:
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
-def line(what: Header | Step | Sample | Readings | Event) -> str:
+def line(what: Header | Step | Sample | Endings | Readings | Event) -> str:
     """What happened as a line of the file, with its end."""
     return _encode(_WRITERS[type(what)](what)) + "\n"
 
@@ -357,6 +386,14 @@ def _sample(given: dict[str, Any]) -> Sample:
     )
 
 
+def _endings(given: dict[str, Any]) -> Endings:
+    operations = tuple(
+        Ended(checked(channel), _count(number), checked(group), checked(name), *_ordered(issued, ended))
+        for channel, number, group, name, issued, ended in given["operations"]
+    )
+    return Endings(_time(given["ended"]), _count(given.get("missing", 0)), operations)
+
+
 def _readings(given: dict[str, Any]) -> Readings:
     values = {checked(name): float(value) for name, value in given["values"].items()}
     if not all(map(math.isfinite, values.values())):
@@ -371,6 +408,7 @@ def _event(given: dict[str, Any]) -> Event:
 _READERS: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[Record, Any], None]]] = {
     "step": (_step, lambda record, made: record.steps.append(made)),
     "sample": (_sample, lambda record, made: record.samples.append(made)),
+    "ended": (_endings, lambda record, made: record.endings.append(made)),
     "readings": (_readings, lambda record, made: record.readings.append(made)),
     "event": (_event, lambda record, made: record.events.append(made)),
 }
@@ -402,6 +440,11 @@ _WRITERS: dict[type, Callable[[Any], dict[str, Any]]] = {
         "operations": [[getattr(one, each.name) for each in fields(Operation)] for one in sample.operations],
         "dropped": sample.dropped,
         **({} if sample.device is None else {"device": _WRITERS[Step](sample.device)}),
+    },
+    Endings: lambda endings: {
+        "ended": endings.until_ns,
+        "missing": endings.missing,
+        "operations": endings.operations,
     },
     Readings: lambda readings: {"readings": readings.time_ns, "values": readings.values},
     Event: lambda event: {"event": event.kind, "time": event.time_ns, "text": event.text},

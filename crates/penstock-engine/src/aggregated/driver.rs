@@ -304,7 +304,7 @@ impl Driver {
             what: fingerprint,
             bytes: call.bytes,
             algorithm: Algorithm::Aggregated,
-            issued: Instant::now(),
+            issued: ticket.made(),
             ended: None,
             waits_for: None,
         });

@@ -31,6 +31,8 @@ __all__ = ["MOVING", "Outcome", "Plan", "command", "drawn", "judged"]
 
 WORK = ("loading", "forward", "backward", "clip", "optimizer", "evaluation", "checkpoint", "other")
 MOVING = ("exposed wire", "exposed wait", "hidden wire", "hidden wait")
+DISTURBED = ("other", "exposed wait", "hidden wait", "step")
+"""What holds it where torch's profiler starts or stops: in this rank, or in the other, which is waited for."""
 TARGET = 0.03
 LEAST = 0.02
 """Of the step: what is less is not judged by its relative error."""
@@ -155,21 +157,27 @@ def judged(
 
     Args:
         noted: by rank, then by step: `breakdown_rank.Notes`, in ns.
-        disturbed: steps in which torch's profiler started or stopped. The script cannot tell what that costs, so what it says is
-            of the others; what the profile says is of all, without what it counts as the profiler's.
+        disturbed: steps in which torch's profiler started or stopped. The script cannot tell what that costs, and what the other
+            rank waits for it: of `DISTURBED` it tells the other steps. The profile tells all, without what it counts as the
+            profiler's.
     """
     found = []
     for share in shares:
         own = noted[share.rank]
         rows = []
-        for at in [at for at in range(WARM_UP_STEPS, len(own)) if at not in disturbed]:
+        for at in range(WARM_UP_STEPS, len(own)):
             issued_ns = [max(step[at][key] for step in noted) for key in ("issued", "beside_issued")]
             row = {category: float(own[at].get(category, 0)) for category in (*WORK, "step")}
             row |= _moved(own[at], *issued_ns)
-            row["exposed"] = row["exposed wire"] + row["exposed wait"]
             row["other"] += row["step"] - sum(row[category] for category in (*WORK, *MOVING[:2]))
+            if at in disturbed:
+                row = {category: ns for category, ns in row.items() if category not in DISTURBED}
             rows.append(row)
-        means = {category: statistics.fmean(row[category] for row in rows) / 1e6 for category in rows[0]}
+        means = {
+            category: statistics.fmean(row[category] for row in rows if category in row) / 1e6
+            for category in (*WORK, *MOVING, "step")
+        }
+        means["exposed"] = means["exposed wire"] + means["exposed wait"]
         moving = share.communication.values()
         told = {
             **{category: share.work.get(category, 0.0) for category in WORK},

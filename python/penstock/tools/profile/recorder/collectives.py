@@ -137,7 +137,7 @@ class Calls:
     @staticmethod
     def label(name: str) -> tuple[str, int]:
         """Of a group, from torch's name: its name in records, and its ranks."""
-        for group, given in dist.distributed_c10d._world.pg_names.items():
+        for group, given in list(dist.distributed_c10d._world.pg_names.items()):  # asked by another thread, too
             if given == name:
                 return _label(group)[0], group.size()
         return name, 0

@@ -9,26 +9,14 @@ import sys
 import time
 from pathlib import Path
 
-from penstock.profiling.record import Readings
 from penstock.tools.profile.recorder.identity import Identity, make_room
 
-__all__ = ["Counters", "of_engine"]
+__all__ = ["Counters"]
 
 PERIOD_MS = 100
 
 _PATIENCE_S = 5.0
 """For the other ranks of the host, where the launcher does not say how many there are, or one of them never trains."""
-
-
-def of_engine() -> Readings | None:
-    """What only this process can count: the bytes that its engine, if there is one, has read from other ranks' memory."""
-    # It may be just being imported.
-    kind = getattr(sys.modules.get("penstock.runtime.process"), "Engine", None)
-    engine = None if kind is None else kind.current
-    if engine is None:
-        return None
-    values = {f"pid.{os.getpid()}.memory_read_bytes": float(engine.core.memory_read_bytes())}
-    return Readings(time.monotonic_ns(), values)
 
 
 class Counters:

@@ -185,7 +185,7 @@ def _joined(rank: int, world: int, backend: str) -> None:
         _state.identity.joined(rank, world, backend)
         _begin(trains=True)
         if _state.recording is not None:
-            _state.recording.trains()
+            _state.recording.joins()
 
 
 def _forks() -> None:

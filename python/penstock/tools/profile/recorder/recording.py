@@ -20,7 +20,8 @@ from penstock.profiling.record import Event, Header, Step, read
 from penstock.tools.profile.recorder.changes import has_gradient_reducer
 from penstock.tools.profile.recorder.collectives import Calls
 from penstock.tools.profile.recorder.conversion import costs
-from penstock.tools.profile.recorder.counters import Counters, of_engine
+from penstock.tools.profile.recorder.counters import Counters
+from penstock.tools.profile.recorder.engine import Memory, readings
 from penstock.tools.profile.recorder.identity import Identity, make_room
 from penstock.tools.profile.recorder.iterations import Iterations
 from penstock.tools.profile.recorder.journal import Journal
@@ -75,6 +76,7 @@ class Recording:
         self._counters = Counters(folder, identity)
         self.writer = Writer(self._header, self._path, self._beat)
         self.sampling = Sampling(self.writer.put)
+        self._memory = Memory(self.writer.put, self.calls.label)
         os.environ[PROFILED] = MAYBE
 
     def trains(self) -> None:
@@ -83,6 +85,11 @@ class Recording:
             self.is_rank = True
             os.environ[PROFILED] = str(os.getpid())
             self._counters.announce()
+
+    def joins(self) -> None:
+        """It has joined others."""
+        self.trains()
+        self._memory.watch()
 
     def moves(self) -> None:
         """The training goes on in this thread."""
@@ -241,8 +248,10 @@ class Recording:
 
     def _read_engine(self) -> None:
         # Before its first step a record with readings would be taken for a host's.
-        if self.marks.number > 0 and (readings := of_engine()) is not None:
-            self.writer.put(readings)
+        if self.marks.number > 0:
+            if (counted := readings()) is not None:
+                self.writer.put(counted)
+            self._memory.look()
 
     def _header(self) -> Header | None:
         return self.identity.header() if self.is_rank or self._is_over else None

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from penstock.profiling.phases import phases
 from penstock.profiling.record import Event, Sample, Step
 from penstock.tools.profile.recorder.collectives import Calls
+from penstock.tools.profile.recorder.engine import reductions
 from penstock.tools.profile.recorder.errors import is_of_script
 from penstock.tools.profile.recorder.kineto import Call, Window, sample
 from penstock.tools.profile.recorder.profiler import Profiler, goes_on, is_used_by_script, skip_destructors
-from penstock.tools.profile.recorder.reductions import reductions
 from penstock.tools.profile.recorder.settling import settled
 
 __all__ = ["Sampling"]
@@ -72,7 +72,7 @@ class Sampling:
     rank with the longer distance samples some of the steps of the other, so that nothing need be agreed.
     """
 
-    def __init__(self, put: Callable[[Sample | Event], None]) -> None:
+    def __init__(self, put: Callable[[Sample | Event], object]) -> None:
         self._put = put
         self.distance = _SLOT
         self._told = 0

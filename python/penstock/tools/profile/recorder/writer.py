@@ -10,11 +10,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.profiling.record import Event, Header, Readings, Sample, Step, line
+from penstock.profiling.record import Endings, Event, Header, Readings, Sample, Step, line
 
 __all__ = ["Writer"]
 
-Entry = Step | Sample | Event | Readings
+Entry = Step | Sample | Endings | Event | Readings
 
 _EVERY_S = 0.5
 """A rank that is killed loses no more than this."""
@@ -62,13 +62,15 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="penstock-profile", daemon=True)
         self._thread.start()
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: Entry) -> bool:
+        """Returns whether it is to be written."""
         if self.is_broken:
-            return
+            return False
         if len(self._waiting) >= _MOST_WAITING:
             self._lost += 1
-            return
+            return False
         self._waiting.append(entry)
+        return True
 
     def drop(self) -> None:
         """Write nothing more."""

@@ -1,0 +1,143 @@
+"""What Penstock's engine knows of this rank's operations, if there is one. It remembers the last ones (`penstock flight`),
+whoever issued them. Of Penstock's own reducers (`GradientReducer`, the hook of DDP, the Horovod front) no call of
+torch.distributed tells."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from penstock.profiling.record import Ended, Endings, Event, Readings
+from penstock.tools.profile.recorder.kineto import Call
+
+__all__ = ["Memory", "readings", "reductions"]
+
+_CHANNEL = re.compile(r"^(.*)/(rounds|buckets|sparse)\d*$")
+"""Of a group: in which a reducer agrees on what is ready, and sums it."""
+
+_MOST = 200_000
+"""Operations that are written of a run: 16 MB. Later ones are known in samples alone."""
+_AT_ONCE = 64
+"""In a line. What makes lines into text holds the interpreter's lock meanwhile."""
+_LATE = "the engine's operations from here on, but for those in samples: a record keeps {:,}"
+
+
+def _engine() -> Any:
+    # It may be just being imported.
+    kind = getattr(sys.modules.get("penstock.runtime.process"), "Engine", None)
+    return None if kind is None else kind.current
+
+
+def readings() -> Readings | None:
+    """What only this process can count: the bytes that its engine, if there is one, has read from other ranks' memory."""
+    engine = _engine()
+    if engine is None:
+        return None
+    values = {f"pid.{os.getpid()}.memory_read_bytes": float(engine.core.memory_read_bytes())}
+    return Readings(time.monotonic_ns(), values)
+
+
+def reductions(start_ns: int, label: Callable[[str], tuple[str, int]]) -> list[Call]:
+    """What Penstock's own reducers have sent since ``start_ns``, as far as it has ended.
+
+    Args:
+        label: the name in records and the number of ranks of a group, from its name.
+    """
+    engine = _engine()
+    if engine is None:
+        return []
+    record = json.loads(engine.core.record())
+    now_ns = round(1e9 * record["time"]) + time.monotonic_ns() - time.time_ns()
+    return [call for one in record["operations"] for call in _calls(one, now_ns, start_ns, label)]
+
+
+def _calls(one: Any, now_ns: int, start_ns: int, label: Callable[[str], tuple[str, int]]) -> Iterator[Call]:
+    channel = _CHANNEL.match(one["group"])
+    if channel is None or one["ended_s_ago"] is None:
+        return
+    issued_ns = now_ns - round(1e9 * one["issued_s_ago"])
+    if issued_ns < start_ns:
+        return
+    name, ranks = label(channel[1])
+    yield Call(
+        one["operation"].partition("(")[0],
+        f"{name}/{channel[2]}",
+        issued_ns,
+        issued_ns,
+        ranks,
+        purpose="data-parallel sync",
+        bytes=one["bytes"],
+        waited_ns=max(issued_ns, now_ns - round(1e9 * one["ended_s_ago"])),
+    )
+
+
+class Memory:
+    """Writes down what the engine remembers, of all steps. It is asked again and again, beside the training."""
+
+    def __init__(self, put: Callable[[Endings | Event], bool], label: Callable[[str], tuple[str, int]]) -> None:
+        """
+        Args:
+            put: returns whether there was room.
+            label: as for `reductions`.
+        """
+        self._put = put
+        self._label = label
+        self._lock = threading.Lock()
+        self._core: Any = None
+        self._is_watching = False
+        self._known: dict[str, str] = {}
+        """Groups by channel. When an engine stops, torch has forgotten their names."""
+        self._until_ns = 0
+        self._written = self._missing = 0
+
+    def watch(self) -> None:
+        """See from now on which engine the process has, and take its memory before it stops."""
+        process: Any = sys.modules.get("penstock.runtime.process")
+        observe = getattr(process, "observe", None)  # it may be just being imported
+        if observe is not None and not self._is_watching:
+            self._is_watching = True
+            observe(self._observed)
+
+    def _observed(self, core: Any) -> None:
+        # Nothing of this may break the script's group.
+        with contextlib.suppress(Exception):
+            self.look()
+        self._core = core
+
+    def look(self) -> None:
+        """Write what has ended since the last call."""
+        self.watch()
+        core = self._core
+        if core is None or self._written >= _MOST:
+            return
+        with self._lock:
+            now_ns = time.monotonic_ns()
+            found, missing = core.take_ended()
+            self._missing += missing
+            ended = [self._ended(one) for one in found if one[1] is not None]
+            for at in range(0, max(len(ended), 1), _AT_ONCE):
+                until_ns = now_ns if at + _AT_ONCE >= len(ended) else self._until_ns
+                some = tuple(ended[at : at + _AT_ONCE])
+                if self._put(Endings(until_ns, self._missing, some)):
+                    self._until_ns, self._missing = until_ns, 0
+                else:
+                    self._missing += len(some)
+            self._written += len(ended)
+            if self._written >= _MOST:
+                self._put(Event(now_ns, "left out", _LATE.format(_MOST)))
+
+    def _ended(self, one: Any) -> Ended:
+        channel, number, operation, _, issued_ns, ended_ns = one
+        group = self._known.get(channel)
+        if group is None:
+            of_reducer = _CHANNEL.match(channel)
+            group = f"{self._label(of_reducer[1])[0]}/{of_reducer[2]}" if of_reducer else self._label(channel)[0]
+            self._known[channel] = group
+        return Ended(channel, number, group, operation, issued_ns, ended_ns)

@@ -1,0 +1,188 @@
+"""Operations that Penstock's engine tells of in all steps: the division is then as if all steps had samples; and where the engine
+does not tell all, or something else than the samples, as if it told nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+import pytest
+
+from penstock.profiling.breakdown import Breakdown, Moving
+from penstock.profiling.divide import divide
+from penstock.profiling.record import Ended, Endings, Record
+from profiles import data_parallel
+
+MS = 1_000_000
+SYNC = "data-parallel sync"
+STEPS, SAMPLED = 40, (4, 9, 15)
+
+
+def told(records: list[Record], sampled: Collection[int] = SAMPLED, lines: int = 7) -> list[Record]:
+    """Records of which all steps were sampled, with few samples, and with an engine's memory in so many lines. The engine takes
+    operations 0.3 ms after the sample shows their issue, and notes their ends 0.2 ms before."""
+    found = []
+    for record in records:
+        operations = [
+            Ended("c", at + 1, one.group, one.name, one.issued_ns + 300_000, one.ended_ns - 200_000)
+            for at, one in enumerate(one for sample in record.samples for one in sample.operations)
+        ]
+        ends = [record.steps[len(record.steps) * (at + 1) // lines - 1].end_ns for at in range(lines)]
+        endings, before = [], 0
+        for until_ns in ends:
+            endings.append(Endings(until_ns, 0, tuple(one for one in operations if before < one.ended_ns <= until_ns)))
+            before = until_ns
+        samples = [sample for sample in record.samples if sample.step in sampled]
+        found.append(replace(record, samples=samples, endings=endings))
+    return found
+
+
+def job(seed: int, world: int = 2, steps: int = STEPS) -> list[Record]:
+    """In each step some ranks begin later, and others wait for them: hidden, then exposed."""
+    draw = random.Random(f"remembered {seed}")
+    late = {(rank, step): draw.randrange(40) * MS for rank in range(world) for step in range(steps)}
+    return data_parallel(world, steps, range(steps), evaluation_ns=late, buckets=draw.randint(2, 4))
+
+
+def agree(one: Breakdown, other: Breakdown, near: float = 1e-6) -> bool:
+    def parts(moving: Moving) -> list[float]:
+        return [moving.exposed_wire_ns, moving.exposed_wait_ns, moving.hidden_wire_ns, moving.hidden_wait_ns]
+
+    return all(
+        a.work == pytest.approx(b.work, rel=near)
+        and parts(a.communication[SYNC]) == pytest.approx(parts(b.communication[SYNC]), rel=near, abs=1000)
+        for a, b in zip(one.shares, other.shares, strict=True)
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("world", [2, 3])
+def test_it_is_as_if_all_steps_had_samples(seed: int, world: int) -> None:
+    records = job(seed, world)
+    remembered = divide(told(records))
+    assert remembered.problems == () and [share.sampled for share in remembered.shares] == [3] * world
+    assert agree(remembered, divide(records))
+    assert not agree(divide([replace(each, endings=[]) for each in told(records)]), divide(records), near=0.02)
+
+
+def test_the_torn_end_of_a_record_counts_by_its_marks() -> None:
+    """What ended after the last line is unknown: those steps are told as others without a sample are."""
+    all_ = told(job(1))
+    whole, cut = divide(all_), divide([replace(each, endings=each.endings[:4]) for each in all_])
+    for share, truly in zip(cut.shares, whole.shares, strict=True):
+        assert share.work == pytest.approx(truly.work, rel=0.02)
+        moving, of_all = share.communication[SYNC], truly.communication[SYNC]
+        assert moving.exposed_ns == pytest.approx(of_all.exposed_ns, rel=0.02)
+        assert moving.hidden_wire_ns == pytest.approx(of_all.hidden_wire_ns, rel=0.2)
+        assert moving.hidden_wait_ns != pytest.approx(of_all.hidden_wait_ns, rel=0.01)  # a mean over half of the steps
+
+
+def _missing(record: Record) -> Record:
+    """A line lacks three operations, and says so."""
+    lines = list(record.endings)
+    lines[3] = replace(lines[3], missing=3, operations=lines[3].operations[3:])
+    return replace(record, endings=lines)
+
+
+def _renumbered(record: Record) -> Record:
+    """The operations of one step have numbers of their own on this rank."""
+    step = record.steps[20]
+
+    def changed(one: Ended) -> Ended:
+        return one._replace(number=one.number + 1000) if step.start_ns <= one.issued_ns < step.end_ns else one
+
+    lines = [replace(line, operations=tuple(map(changed, line.operations))) for line in record.endings]
+    return replace(record, endings=lines)
+
+
+@pytest.mark.parametrize("change", [_missing, _renumbered])
+def test_steps_that_are_not_wholly_told_are_left_to_the_marks(change: Callable[[Record], Record]) -> None:
+    """On one rank some operations of a step are missing, or do not meet the other's: those steps alone are less sure."""
+    records = job(2)
+    first, second = told(records)
+    changed = divide([first, change(second)])
+    assert changed.problems == ()
+    assert agree(changed, divide(records), near=0.1)
+
+
+def _with_a_send(record: Record) -> Record:
+    """A sample shows a send, of which nobody knows from the engine when the other began."""
+    samples = list(record.samples)
+    send = replace(samples[0].operations[-1], name="send", peer=1 - record.header.rank, number=0)
+    samples[0] = replace(samples[0], operations=(*samples[0].operations, send))
+    return replace(record, samples=samples)
+
+
+def _with_more(record: Record) -> Record:
+    """The engine has an operation in a sampled step that the sample does not show."""
+    step = record.steps[SAMPLED[1]]
+    more = Ended("d", 1, "0", "all_reduce", step.start_ns + 1, step.start_ns + 2)
+    lines = [replace(record.endings[0], operations=(more, *record.endings[0].operations)), *record.endings[1:]]
+    return replace(record, endings=lines)
+
+
+@pytest.mark.parametrize("change", [_with_a_send, _with_more])
+def test_an_engine_that_tells_something_else_than_the_samples_is_not_believed(
+    change: Callable[[Record], Record],
+) -> None:
+    changed = [change(each) for each in told(job(3))]
+    assert divide(changed) == divide([replace(each, endings=[]) for each in changed])
+
+
+def test_a_thread_that_stands_still_before_its_last_operation_is_told_by_samples() -> None:
+    """In the midst of a pass, as where a hook waits: the last operation says nothing of when it stands still."""
+    records = job(4)
+
+    def paused(record: Record) -> Record:
+        samples = []
+        for sample in record.samples:
+            first = sample.operations[0]
+            busy = [(a, b) for a, b in sample.busy if b <= first.issued_ns or a >= first.ended_ns]
+            samples.append(replace(sample, busy=tuple(busy)))
+        return replace(record, samples=samples)
+
+    changed = [paused(each) for each in told(records)]
+    assert divide(changed) == divide([replace(each, endings=[]) for each in changed])
+
+
+def test_an_operation_that_no_sample_shows_counts_for_other_purposes() -> None:
+    """A sum of metrics now and then, hidden in the forward pass."""
+    first, second = told(job(5))
+
+    def with_metrics(record: Record) -> Record:
+        step = record.steps[20]
+        [forward] = [span for span in step.spans if span.phase == "forward"]
+        one = Ended("c", 5000, "0", "all_gather", forward.start_ns, forward.start_ns + 8 * MS)
+        lines = [replace(line, operations=(*line.operations, one)) for line in record.endings[-1:]]
+        return replace(record, endings=[*record.endings[:-1], *lines])
+
+    with_it, without = divide(list(map(with_metrics, (first, second)))), divide([first, second])
+    for share, usual in zip(with_it.shares, without.shares, strict=True):
+        hidden = share.communication["other"]
+        assert hidden.hidden_wire_ns + hidden.hidden_wait_ns == pytest.approx(8 * MS / (STEPS - 2), abs=1000)
+        assert share.communication[SYNC] == usual.communication[SYNC]
+
+
+def test_what_runs_on_into_the_next_step_is_hidden_there() -> None:
+    records = told(job(6))
+    plain = divide(records)
+    longer = []
+    for record in records:
+        last = max(
+            (one for line in record.endings for one in line.operations if one.issued_ns < record.steps[20].end_ns),
+            key=lambda one: one.issued_ns,
+        )
+        end_ns = record.steps[21].start_ns + 2 * MS
+        lines = [
+            replace(
+                line, operations=tuple(one._replace(ended_ns=end_ns) if one is last else one for one in line.operations)
+            )
+            for line in record.endings
+        ]
+        longer.append(replace(record, endings=lines))
+    changed = divide(longer)
+    assert not any("run on" in problem for problem in changed.problems)
+    for share, usual in zip(changed.shares, plain.shares, strict=True):
+        more = share.communication[SYNC].hidden_wire_ns - usual.communication[SYNC].hidden_wire_ns
+        assert more > 2 * MS / (STEPS - 2)
