@@ -52,6 +52,43 @@ def test_a_priority_holds_in_its_block_and_thread() -> None:
     assert (_number(), found) == (None, [None])
 
 
+@pytest.mark.parametrize("coflow", [-1, 1 << 32, 1.5, "0", None, True])
+def test_a_coflow_is_a_whole_number(coflow: Any) -> None:
+    with (
+        pytest.raises(Config, match=r"a coflow is a whole number from 1 to 4294967295, or 0"),
+        penstock.priority(128, coflow=coflow),
+    ):
+        pass
+    assert urgency.current() is None
+
+
+def test_operations_of_a_block_belong_to_its_coflow() -> None:
+    """The flight record shows which; operations elsewhere, and in a block without one, belong to none."""
+    largest = (1 << 32) - 1
+    for found, text in ranks.run(_coflows, count=2):
+        assert found == [0, 7, largest, 0, 7, 0] and "coflow 7" in text and text.count("coflow") == 3
+
+
+def _coflows() -> tuple[list[int], str]:
+    from penstock.tools.flight import describe
+
+    dist.init_process_group("penstock")
+    tensor = torch.ones(8)
+    dist.all_reduce(tensor)
+    with penstock.priority(128, coflow=7):
+        dist.all_reduce(tensor)
+        with penstock.priority(3, coflow=(1 << 32) - 1):
+            dist.broadcast(tensor, 0)
+        with penstock.priority(3):
+            dist.all_reduce(tensor)
+        dist.all_reduce(tensor)
+    dist.all_reduce(tensor)
+    record = penstock.flight_record()
+    found = [one["coflow"] for one in record["operations"] if one["number"] is not None][-6:]
+    dist.destroy_process_group()
+    return found, describe([record])
+
+
 def _number() -> int | None:
     current = urgency.current()
     return None if current is None else current.number

@@ -107,6 +107,7 @@ class Group:
         output_splits: Sequence[int] | None = None,
         layout: int = 0,
         priority: int = 0,
+        coflow: int = 0,
         hold: bool = False,
         timeout_s: float,
         keep: Any = None,

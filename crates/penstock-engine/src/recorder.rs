@@ -24,6 +24,8 @@ pub(crate) struct Record {
     /// Bytes of the tensor.
     pub(crate) bytes: u64,
     pub(crate) algorithm: Algorithm,
+    /// Which operations it is of use with; 0: none.
+    pub(crate) coflow: u32,
     /// When its caller asked for it.
     pub(crate) issued: Instant,
     /// When it ended, and whether it succeeded.
@@ -178,6 +180,7 @@ impl Recorder {
                 "operation": record.what.describe(),
                 "bytes": record.bytes,
                 "algorithm": record.algorithm.to_string(),
+                "coflow": record.coflow,
                 "issued_s_ago": ago(record.issued),
                 "ended_s_ago": record.ended.map(|(time, _)| ago(time)),
                 "well": record.ended.map(|(_, well)| well),
@@ -302,6 +305,7 @@ mod tests {
             what: Fingerprint::new(Name::AllReduce, None, DType::F32, None, seq),
             bytes: 4 * seq,
             algorithm: Algorithm::Ring,
+            coflow: 0,
             issued: at(seq),
             ended: None,
             waits_for: None,
@@ -345,6 +349,7 @@ mod tests {
                 what: Fingerprint::new(Name::AllReduce, None, DType::F32, None, seq),
                 bytes: 4 * seq,
                 algorithm: Algorithm::Ring,
+                coflow: 0,
                 issued: at(seq),
                 ended: None,
                 waits_for: None,

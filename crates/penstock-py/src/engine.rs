@@ -260,7 +260,7 @@ impl Group {
     /// layout of the tensor, as `memory_layout` returns it; ranks compare it.
     #[pyo3(signature = (
         collective, *, dtype, elements, bytes, input, output, op=None, factor=1.0, rank=0, tag=0, input_splits=None,
-        output_splits=None, layout=0, priority=0, hold=false, timeout_s, keep=None
+        output_splits=None, layout=0, priority=0, coflow=0, hold=false, timeout_s, keep=None
     ))]
     #[allow(clippy::too_many_arguments)]
     fn start(
@@ -279,6 +279,7 @@ impl Group {
         output_splits: Option<Vec<u64>>,
         layout: u64,
         priority: i32,
+        coflow: u32,
         hold: bool,
         timeout_s: f64,
         keep: Option<Py<PyAny>>,
@@ -304,7 +305,7 @@ impl Group {
             input: input as *const u8,
             output: output as *mut u8,
             tag,
-            coflow: 0,
+            coflow,
             priority: Priority(priority),
             hold,
             timeout: (timeout_s * 1e9) as u64,

@@ -20,8 +20,8 @@
 //! from the lower to the higher of two ranks, in direction 1 back. Other classes are refused.
 //!
 //! `order` and `sizes` belong to the fingerprint: the memory layout of the tensor ([`crate::fingerprint::Layout`]).
-//! `coflow` names the messages that are of use only together, such as those of one backward pass. It is carried, and
-//! nothing reads it yet.
+//! `coflow` names the messages that are of use only together, such as those of one backward pass; 0 is none. Callers say it
+//! (`penstock.priority`), and nothing orders by it yet.
 //!
 //! `sent_at` is the sender's clock in microseconds, modulo 2^32: its changes tell how long frames wait on their way.
 //!
@@ -234,7 +234,7 @@ pub struct Header {
     pub ack: u32,
     /// What the sender believes the operation to be ([`crate::fingerprint`]).
     pub fingerprint: Fingerprint,
-    /// Identifies messages that are useful only together (a coflow); 0 for none. Not read yet.
+    /// Identifies messages that are useful only together (a coflow); 0 for none. Nothing orders by it yet.
     pub coflow: u32,
     /// When the frame was given to the stream, in microseconds on the sender's clock, modulo 2^32.
     pub sent_at: u32,

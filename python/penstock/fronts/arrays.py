@@ -274,6 +274,7 @@ class Job:
             op=op,
             rank=rank,
             priority=urgency.engine_priority(number),
+            coflow=0 if urgent is None else urgent.coflow,
             timeout_s=self._timeout_s,
             keep=(source, output),
         )

@@ -28,8 +28,12 @@ class Operation(Protocol):
 class Urgency:
     """The operations that a thread has started in a block of `priority`, and how urgent they are."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, coflow: int = 0) -> None:
         self._number = checked(number)
+        if not isinstance(coflow, int) or isinstance(coflow, bool) or not 0 <= coflow <= _LAST_COFLOW:
+            raise Config(f"a coflow is a whole number from 1 to {_LAST_COFLOW}, or 0 for none, not {coflow!r}")
+        self.coflow = coflow
+        """Which coflow they belong to; 0: none."""
         # A signal handler may change what its thread is about to add.
         self._lock = threading.RLock()
         self._running: list[tuple[Started, Operation]] = []
@@ -68,9 +72,13 @@ class Urgency:
 
 
 @contextlib.contextmanager
-def priority(number: int) -> Iterator[Urgency]:
+def priority(number: int, *, coflow: int = 0) -> Iterator[Urgency]:
     """Operations that this thread starts in here have this priority: 0 is the most urgent, 255 the least, and 128 what they have
     elsewhere.
+
+    They also belong to this coflow: operations that are of use only together, such as those of one step, have one number; 0 is
+    none. Their frames carry it, and the flight record shows it; packets of aggregators and messages of endpoints have no place
+    for it. It is for schedulers of coflows: nothing orders frames by it yet.
 
     Of all frames that can leave this rank now, those of the most urgent operation leave first; to one rank and of one priority,
     those that were queued first. Between hosts, operations with less than 128 have a stream that the others leave free.
@@ -81,9 +89,9 @@ def priority(number: int) -> Iterator[Urgency]:
     The block's value changes the priority of what the block has started (`Urgency.change`).
 
     Raises:
-        penstock.errors.Config: it is no whole number from 0 to 255.
+        penstock.errors.Config: the priority is no whole number from 0 to 255, or the coflow none from 0 to 2**32 - 1.
     """
-    block = Urgency(number)
+    block = Urgency(number, coflow)
     with within(block):
         yield block
 
@@ -120,6 +128,7 @@ def checked(number: int) -> int:
 
 
 USUAL, _LEAST = 128, 255
+_LAST_COFLOW = (1 << 32) - 1
 # Operations that have ended are forgotten when there are this many, and when their number has doubled since.
 _MANY = 64
 _current: contextvars.ContextVar[Urgency | None] = contextvars.ContextVar("penstock.priority", default=None)

@@ -27,10 +27,11 @@ def flight_record() -> dict[str, Any]:
         since 1970), ``groups`` (each with ``name`` and why it has ``failed``, or None), ``peers`` (with ``rank``, ``host``,
         ``address``, ``medium`` and why one is ``lost``), and ``operations``, the oldest first, each with ``group``, ``number``
         (of a collective: from 1 on; None for a receive from any source, or queued behind one, until it has its message),
-        ``operation``, ``bytes``, ``algorithm``, ``issued_s_ago``, and ``ended_s_ago`` and ``well``, which are None as long as
-        it has not ended. Those that go through servers (``algorithm`` is "aggregated") are numbered for themselves, and
-        ``waits_for`` says what the first of them lacks, or lacked when the group failed, as of a tenth of a second before. For
-        a receive without a number ``waits_for`` says what it waits for. It is None where that is not known.
+        ``operation``, ``bytes``, ``algorithm``, ``coflow`` (of `penstock.priority`; 0: none), ``issued_s_ago``, and
+        ``ended_s_ago`` and ``well``, which are None as long as it has not ended. Those that go through servers (``algorithm``
+        is "aggregated") are numbered for themselves, and ``waits_for`` says what the first of them lacks, or lacked when the
+        group failed, as of a tenth of a second before. For a receive without a number ``waits_for`` says what it waits for. It
+        is None where that is not known.
 
     Raises:
         penstock.errors.Closed: no process group of the penstock backend exists.
@@ -69,7 +70,8 @@ def _operation(one: dict[str, Any]) -> str:
         end = f"{'done' if one['well'] else 'FAILED'} after {milliseconds(one['issued_s_ago'] - one['ended_s_ago'])}"
         end += f", waited for {lacks}" if lacks else ""
     number = "" if one["number"] is None else f" #{one['number']}"
-    return f"-{one['issued_s_ago']:.3f} s  {one['group']}{number} {one['operation']} ({one['algorithm']}): {end}"
+    how = one["algorithm"] + (f", coflow {one['coflow']}" if one.get("coflow") else "")
+    return f"-{one['issued_s_ago']:.3f} s  {one['group']}{number} {one['operation']} ({how}): {end}"
 
 
 def _differences(records: Sequence[dict[str, Any]]) -> list[str]:

@@ -178,6 +178,7 @@ class Operations(Life):
             input_splits=None if splits is None else splits[0],
             output_splits=None if splits is None else splits[1],
             priority=urgency.engine_priority(number),
+            coflow=0 if urgent is None else urgent.coflow,
             hold=staged is not None,
             timeout_s=timeout_s,
             keep=keep,

@@ -297,13 +297,14 @@ impl Driver {
             // SAFETY: `running` keeps the tensor alive until the operation has ended, and its caller leaves it alone until then.
             unsafe { self.core.submit(all_reduce, &pushes) };
         }
-        let Call { fingerprint, priority, keep, .. } = call;
+        let Call { fingerprint, priority, coflow, keep, .. } = call;
         let recorded = self.recorder.issued(Record {
             group: self.spec.name.as_str().into(),
             seq: Some(self.first + self.running.len() as u64 + 1),
             what: fingerprint,
             bytes: call.bytes,
             algorithm: Algorithm::Aggregated,
+            coflow,
             issued: ticket.made(),
             ended: None,
             waits_for: None,

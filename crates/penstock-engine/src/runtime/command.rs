@@ -153,7 +153,8 @@ pub struct Call {
     pub output: *mut u8,
     /// Tag of a send or receive.
     pub tag: u32,
-    /// Identifies operations that are useful only together (a coflow); 0 for none. Frames carry it, and nothing reads it yet.
+    /// Identifies operations that are useful only together (a coflow); 0 for none. Frames and the flight record carry it;
+    /// nothing orders by it yet.
     pub coflow: u32,
     /// How urgent.
     pub priority: Priority,

@@ -120,6 +120,7 @@ impl Host for Hands<'_> {
             what: issue.call.fingerprint,
             bytes: issue.call.bytes,
             algorithm: issue.algorithm,
+            coflow: issue.call.coflow,
             issued: body.ticket.made(),
             ended: None,
             waits_for: issue.waits_for.map(str::to_owned),

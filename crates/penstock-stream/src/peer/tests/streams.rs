@@ -80,6 +80,30 @@ fn granted(a: &mut Peer, b: &mut Peer, len: u64) {
     assert_eq!(events(a), [Event::Granted(key(0), FIVE)]);
 }
 
+/// Every frame of a message, and what asks for its room, names the coflow that its sender said.
+#[test]
+fn frames_carry_their_coflow() {
+    let [mut a, mut b] = pair(&PeerConfig::default(), 1);
+    let of = |number: u32, coflow: u32, body: Body| {
+        let (key, priority) = (key(number), Priority(0));
+        Outgoing { key, priority, is_changed: false, fingerprint: FIVE, coflow, body }
+    };
+    a.send(of(0, 7, Body::Memory { place: Reference { address: 0x1000, epoch: 0, region: 0 }, len: 700_000 }));
+    a.send(of(1, u32::MAX, Body::Owned(vec![1; 10].into())));
+    let mut sent = drain(&mut a, &mut b, 0);
+    b.grant(key(0), 1, FIVE);
+    drain(&mut b, &mut a, 0);
+    sent.extend(drain(&mut a, &mut b, 0));
+    let mut kinds = [0, 0];
+    for (header, _) in &sent {
+        if let Some(at) = [key(0), key(1)].iter().position(|key| *key == header.key) {
+            assert_eq!(header.coflow, [7, u32::MAX][at], "{header:?}");
+            kinds[at] += 1;
+        }
+    }
+    assert!(kinds[0] > 2 && kinds[1] == 1, "{kinds:?}");
+}
+
 /// What a lost stream had in flight leaves again on the others and only once; what had arrived before is a duplicate;
 /// the sender hears of the end only when all is there.
 #[test]
