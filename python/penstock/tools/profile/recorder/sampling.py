@@ -47,6 +47,8 @@ _MANY = 100_000
 """Events of a step. With the shapes of tensors torch's profiler takes 5 KB for each when it stops, and there are two steps."""
 _MOST, _EVENT_BYTES, _MEMORY_SHARE = 2_000_000, 1800, 4
 """Without shapes: 10^6 took 1.75 GB when they had been read. They may take a fourth of the memory that is free."""
+_EVENT_NS = 20_000
+"""An event makes a step longer by less. What else makes it longer, as an evaluation, is none of the profiler's."""
 _PROBED_NS = 300_000_000
 """A step that is shorter has no more than about 150,000 events: 10^6 take 2 s."""
 _WAITS = (
@@ -82,8 +84,8 @@ class Sampling:
         self._over: _Over | None = None
         """That step, while the profiler waits for what is in flight."""
         self._costs: collections.deque[int] = collections.deque(maxlen=3)
-        self._cost = 0
-        """Of the sample that runs, so far."""
+        self._cost = self._longer = 0
+        """Of the sample that runs, so far: what was measured, and by how much its steps are longer than usual."""
         self._plain: collections.deque[int] = collections.deque(maxlen=16)
         """Durations of the last steps without a profiler."""
         self._is_plain = False
@@ -128,7 +130,7 @@ class Sampling:
         """A step of that length has ended."""
         if self._profiler is not None and not self._profiler.is_paused:
             usual = statistics.median(self._plain) if self._plain else duration_ns
-            self._cost += max(0, round(duration_ns - usual))
+            self._longer += max(0, round(duration_ns - usual))
         elif self._is_plain:
             self._plain.append(duration_ns)
         self._is_plain = True
@@ -226,7 +228,7 @@ class Sampling:
         usual_ns = round(statistics.median(self._plain)) if self._plain else 0
         self.until_ns = began_ns + max(_LEAST_NS, _LEAD * _LONG * usual_ns)
         calls.start()
-        self._cost = time.monotonic_ns() - began_ns
+        self._cost, self._longer = time.monotonic_ns() - began_ns, 0
 
     def _step_ended(self, profiler: Profiler, step: Step, calls: Calls) -> None:
         """The sampled one."""
@@ -266,8 +268,8 @@ class Sampling:
         if over.step.number == _PROBE:
             self._count(len(profiler.events()))
             return
-        self._read(profiler, over, calls)
-        self._cost += time.monotonic_ns() - began_ns
+        events = self._read(profiler, over, calls)
+        self._cost += time.monotonic_ns() - began_ns + min(self._longer, events * _EVENT_NS)
         self._costs.append(self._cost)
         self.distance = _distance(self._costs, self._plain)
         if over.step.number >= EARLY[-1] and self.distance != self._told and self._plain:
@@ -284,8 +286,8 @@ class Sampling:
         profiler.stop()
         return profiler
 
-    def _read(self, profiler: Profiler, over: _Over, calls: Calls) -> None:
-        """Write down what the profiler saw."""
+    def _read(self, profiler: Profiler, over: _Over, calls: Calls) -> int:
+        """Write down what the profiler saw. Returns the number of its events."""
         step, events = over.step, profiler.events()
         clock, thread = profiler.clock(events)
         if clock is None:
@@ -297,6 +299,7 @@ class Sampling:
             known = calls.reducers(), over.hints, calls.default()
             window = Window(step.number, step.start_ns, step.end_ns, log, backward, *known, phases(step))
             self._put(sample(events, window, clock, thread))
+        return len(events)
 
     def _count(self, events: int) -> None:
         """Before the first sample of long steps: how many events a step has. If it can be sampled in part only, or not at all,
