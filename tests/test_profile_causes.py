@@ -14,6 +14,7 @@ import planted_records
 from penstock.profiling import causes, measures
 from penstock.profiling.breakdown import Breakdown, Moving, Share
 from penstock.profiling.causes import Cause
+from penstock.profiling.record import Event
 from penstock.runtime import config
 from penstock.tools.bench import planted
 
@@ -208,6 +209,38 @@ def test_a_breakdown_without_records_has_causes_too() -> None:
     assert [cause.kind for cause in found] == ["bubble", "unknown", "compute"]
     assert found[0].cost_ns == 4e8 and found[0].gain_ns == 2e8
     assert causes.find([], Breakdown(())) == []
+
+
+def test_the_last_stages_wait_for_the_embeddings_is_bubble_too() -> None:
+    """It waits in the embeddings' sum until the first stage has passed its last micro-batch: nobody is late."""
+    parts = [
+        {
+            "pipeline backward recv": Moving(exposed_wait_ns=3e8, waited_for={1: 3e8}),
+            "pipeline send": Moving(exposed_wire_ns=1e7),
+        },
+        {
+            "pipeline forward recv": Moving(exposed_wait_ns=1e8, waited_for={0: 1e8}),
+            "embedding sync": Moving(1e7, exposed_wait_ns=2e8, waited_for={0: 2e8}),
+        },
+    ]
+    shares = [Share(rank, 10, 0, 1e9, {"forward": 3e8, "backward": 3e8}, each) for rank, each in enumerate(parts)]
+    found = causes.find([], Breakdown(tuple(shares)))
+    assert [cause.kind for cause in found if cause.phase == "wait"] == ["bubble"] and found[0].cost_ns == 3e8
+    # Without a pipeline it is a sum as others.
+    alone = [
+        Share(rank, 10, 0, 1e9, {}, {"embedding sync": parts[1]["embedding sync"]} if rank else {}) for rank in range(2)
+    ]
+    assert causes.find([], Breakdown(tuple(alone)))[0].kind == "straggler"
+
+
+def test_small_operations_of_a_job_without_ddp_are_no_buckets() -> None:
+    job, _ = planted_records.drawn("small buckets", 1)
+    records, breakdown = planted_records.played(job)
+    assert causes.find(records, breakdown)[0].kind == "small buckets"
+    for record in records:
+        if not record.is_of_host:
+            record.events.append(Event(0, "no ddp"))
+    assert all(cause.kind != "small buckets" for cause in causes.find(records, breakdown))
 
 
 def test_ranks_of_one_host_have_no_link() -> None:

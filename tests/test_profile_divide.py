@@ -429,6 +429,58 @@ def test_a_pipeline_waits_in_recv_and_never_in_send() -> None:
     assert receiver.work == {OTHER: 34 * MS}
 
 
+@pytest.mark.parametrize("ends_ms", [13, 80])
+def test_a_stage_that_stands_in_a_receive_waits_whatever_it_has_sent_itself(ends_ms: int) -> None:
+    """The first stage of a pipeline sends its states and waits for the gradients: a bubble. What it has sent still counts as on
+    its way, in gloo until the script waits for that; but its bytes have moved once the other stage has them."""
+    first, second = Record(header(0, 2)), Record(header(1, 2))
+    for number in range(4):
+        at = 1000 * MS * number
+
+        def one(name: str, issued: int, ended: int, peer: int, purpose: str, at: int = at) -> Operation:
+            return Operation(name, "pp", 0, at + issued * MS, at + ended * MS, 8, 2, peer, f"pipeline {purpose}")
+
+        waits = (
+            Wait(at + 12 * MS, at + 60 * MS, "recv", "pp"),
+            Wait(at + ends_ms * MS, at + ends_ms * MS, "send", "pp"),
+        )
+        first.steps.append(Step(number, at, at + 100 * MS, (), waits))
+        sends = one("send", 10, ends_ms, 1, "send"), one("recv", 12, 60, 1, "backward recv")
+        first.samples.append(Sample(number, (), sends))
+        second.steps.append(Step(number, at, at + 100 * MS, (), (Wait(at + 5 * MS, at + 13 * MS, "recv", "pp"),)))
+        receives = one("recv", 5, 13, 0, "forward recv"), one("send", 57, 60, 0, "send")
+        second.samples.append(Sample(number, (), receives))
+    share, other = divide([first, second]).shares
+    assert share.communication == {
+        "pipeline backward recv": Moving(3 * MS, 45 * MS, 0, 0, 8, 1, {1: 45 * MS}),
+        "pipeline send": Moving(0, 0, 2 * MS, 0, 8, 1),
+    }
+    assert other.communication == {
+        "pipeline forward recv": Moving(3 * MS, 5 * MS, 0, 0, 8, 1, {0: 5 * MS}),
+        "pipeline send": Moving(0, 0, 3 * MS, 0, 8, 1),
+    }
+
+
+def test_a_wait_is_for_what_its_mark_names() -> None:
+    """A rank waits for metrics that another has not issued, while both sum gradients: it waits, though bytes move."""
+    records = [Record(header(rank, 2)) for rank in range(2)]
+    for number in range(4):
+        at = 1000 * MS * number
+        for rank, issued in enumerate((20, 50)):
+            operations = (
+                Operation("all_reduce", "0", 0, at + 10 * MS, at + 90 * MS, 8, 2, None, SYNC),
+                Operation("all_gather", "1", 0, at + issued * MS, at + 55 * MS, 8, 2, None, "tensor"),
+            )
+            waits = (Wait(at + issued * MS, at + 60 * MS, "all_gather", "1"),)
+            records[rank].steps.append(Step(number, at, at + 100 * MS, (), waits))
+            records[rank].samples.append(Sample(number, (), operations))
+    first, second = divide(records).shares
+    # Of the wait's last 5 ms its operation has ended: what moves then counts.
+    assert first.communication["tensor"] == Moving(5 * MS, 30 * MS, 0, 0, 8, 1, {1: 30 * MS})
+    assert first.communication[SYNC] == Moving(5 * MS, 0, 40 * MS, 0, 8, 1)
+    assert second.communication["tensor"] == Moving(5 * MS, 0, 0, 0, 8, 1)
+
+
 def test_a_broadcast_waits_for_nobody_who_came_after_its_end() -> None:
     """The root is not recorded: a rank that has its data before the last rank asks for them did not wait for that rank."""
     records = [Record(header(rank, 3)) for rank in range(3)]
@@ -598,6 +650,12 @@ def slowly(records: list[Record], rank: int) -> tuple[dict[str, float], dict[tup
                 (_state(records, operation, number, tick) for operation, number in operations), default=(3, (), "")
             )
         in_wait = {tick: any(wait.start_ns <= tick < wait.end_ns for wait in step.waits) for tick in state}
+        # A thread in a marked wait waits for what the mark names.
+        named = {}
+        for start, end, key in marked_waits(step):
+            for tick in range(start, end):
+                found = [_state(records, one, at, tick) for one, at in operations if (one.name, one.group) == key]
+                named[tick] = min([each for each in found if each[0] < 3], default=state[tick])
         in_backward = {
             tick: any(span.phase == "backward" and span.start_ns <= tick < span.end_ns for span in step.spans)
             for tick in state
@@ -614,9 +672,10 @@ def slowly(records: list[Record], rank: int) -> tuple[dict[str, float], dict[tup
         awaking = {tick + more for tick in long for more in range(module.WAKE_NS + 1)}
         for tick in state:
             is_blocked = in_wait[tick] or (is_idle[tick] and tick in awaking)
-            kind = ("wire", "wait", "unknown", "unknown")[state[tick][0]]
+            what = named.get(tick, state[tick])
+            kind = ("wire", "wait", "unknown", "unknown")[what[0] if is_blocked else state[tick][0]]
             if is_blocked:
-                key = ("exposed", kind, state[tick][2] if state[tick][0] < 3 else "?")
+                key = ("exposed", kind, what[2] if what[0] < 3 else "?")
                 moved[key] = moved.get(key, 0) + 1
             else:
                 phase = next(phase for start, end, phase in phases(step) if start <= tick < end)
@@ -647,7 +706,7 @@ def _state(
     if operation.name == "send" or operation.name == "recv":
         wanted = "recv" if operation.name == "send" else "send"
         partners = [
-            other.issued_ns
+            other
             for record in records
             for sample in record.samples
             if sample.step == number
@@ -656,7 +715,10 @@ def _state(
         ]
         if not partners:
             return 2, age, purpose
-        is_wait = operation.name == "recv" and tick < partners[0]
+        # Bytes have moved when they are there.
+        if operation.name == "send" and tick >= partners[0].ended_ns:
+            return 3, (), ""
+        is_wait = operation.name == "recv" and tick < partners[0].issued_ns
         return int(is_wait), age, purpose
     partners = [
         other.issued_ns

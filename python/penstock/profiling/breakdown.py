@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["OTHER", "PHASES", "PURPOSES", "Breakdown", "Moving", "Share"]
+__all__ = ["EMBEDDING", "OTHER", "PHASES", "PURPOSES", "SYNC", "Breakdown", "Moving", "Share"]
 
 OTHER = "other"
 
@@ -24,14 +24,15 @@ PHASES = (
 )
 """What the training thread does when it does not wait for communication. ``profiler`` is what measuring itself costs."""
 
+SYNC, EMBEDDING = "data-parallel sync", "embedding sync"
 PURPOSES = (
-    "data-parallel sync",
+    SYNC,
     "tensor",
     "pipeline forward recv",
     "pipeline backward recv",
     "pipeline send",
     "expert",
-    "embedding sync",
+    EMBEDDING,
     OTHER,
 )
 """What communication is for: the categories of the characterisation paper (its figures 3 and 5), and what Megatron adds."""
@@ -42,8 +43,8 @@ class Moving:
     """Communication for one purpose, in ns per step (mean).
 
     *Wire*: all ranks of the operation have issued it. *Wait*: one has not yet. *Exposed*: the training thread stood still for
-    it; *hidden*: it did something else meanwhile. At any moment a rank has at most one of the four: exposed before hidden,
-    wire before wait.
+    it; *hidden*: it did something else meanwhile. At any moment a rank has at most one of the four: exposed before hidden, what
+    the thread waits for before other operations, wire before wait.
     """
 
     exposed_wire_ns: float = 0
@@ -76,6 +77,21 @@ class Share:
     """By phase, in ns per step."""
     communication: Mapping[str, Moving]
     """By purpose."""
+
+    @property
+    def bubbles(self) -> list[Moving]:
+        """Of purposes whose waits are a pipeline's bubble: what stages receive and send, and the embeddings' sum, for which the
+        first and the last stage wait until both have passed their micro-batches."""
+        return [moving for name, moving in self.communication.items() if self._is_bubble(name)]
+
+    @property
+    def without_bubbles(self) -> list[Moving]:
+        """Of other purposes."""
+        return [moving for name, moving in self.communication.items() if not self._is_bubble(name)]
+
+    def _is_bubble(self, purpose: str) -> bool:
+        is_pipeline = any(name.startswith("pipeline") for name in self.communication)
+        return purpose.startswith("pipeline") or (purpose == EMBEDDING and is_pipeline)
 
 
 @dataclass(frozen=True)

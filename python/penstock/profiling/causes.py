@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.numbers import bit_rate, milliseconds
-from penstock.profiling.breakdown import Breakdown
-from penstock.profiling.measures import Link, Measures, Rank, is_pipeline
+from penstock.profiling.breakdown import SYNC, Breakdown
+from penstock.profiling.measures import Link, Measures, Rank
 from penstock.profiling.record import Record
 
 __all__ = ["KINDS", "REACHED", "Cause", "find", "has_settings", "streams_to_fill"]
@@ -93,9 +93,9 @@ def _waits(measures: Measures) -> Iterator[Cause]:
     """Exposed waits for a rank that comes late, and why it does."""
     late: dict[int, float] = {}
     for rank in measures.ranks:
-        for purpose, moving in rank.share.communication.items():
+        for moving in rank.share.without_bubbles:
             waited = sum(moving.waited_for.values())
-            if is_pipeline(purpose) or waited <= 0:
+            if waited <= 0:
                 continue
             for other, ns in moving.waited_for.items():
                 if other != rank.number:
@@ -107,7 +107,7 @@ def _waits(measures: Measures) -> Iterator[Cause]:
     if count > 1:
         # Where the clocks of hosts are not known well enough to tell waits from wire, this tells still: a rank that all wait for
         # stands still for less than they do.
-        still = {rank.number: rank.exposed_wire_ns + rank.exposed_wait_ns for rank in measures.ranks}
+        still = {rank.number: sum(one.exposed_ns for one in rank.share.without_bubbles) for rank in measures.ranks}
         least = min(still, key=lambda rank: still[rank])
         others_ns = measures.median(ns for rank, ns in still.items() if rank != least)
         late[least] = max(late.get(least, 0.0), others_ns - still[least])
@@ -176,7 +176,7 @@ def _straggler(measures: Measures, number: int, waited_ns: float) -> Cause:
         return Cause(phase, phase, f"{waiting}, for its {phase}", CHANGES[phase], waited_ns, gain_ns, **where)  # type: ignore[arg-type]
     text = f"{waiting}, which spends {_ms(more.get(phase, 0.0))} more in {phase} than they do"
     change = _and_check(measures, CHANGES["straggler"], "names it while training")
-    if phase == "other" and _needs_no_processor(measures, rank, more[phase]):
+    if phase == "other" and _needs_no_processor(measures, rank, more.get(phase, 0.0)):
         text += ", without a processor"
         change = "look at what the script waits for there: a log, a file, a lock, another process"
     return Cause("straggler", "wait", text, change, waited_ns, gain_ns, **where)  # type: ignore[arg-type]
@@ -195,10 +195,7 @@ def _queued_beyond(measures: Measures, rank: Rank) -> float:
 
 
 def _bubble(measures: Measures) -> Iterator[Cause]:
-    waits = [
-        sum(moving.exposed_wait_ns for purpose, moving in rank.share.communication.items() if is_pipeline(purpose))
-        for rank in measures.ranks
-    ]
+    waits = [sum(moving.exposed_wait_ns for moving in rank.share.bubbles) for rank in measures.ranks]
     cost_ns = sum(waits) / len(waits)
     if cost_ns <= 0:
         return
@@ -311,22 +308,25 @@ def _stretch(link: Link) -> float:
 
 def _small_buckets(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cause | None:
     rank = max(measures.ranks, key=measures.wire_ns)
-    if rank.operations < MANY_OPERATIONS:
+    gradients = rank.share.communication.get(SYNC)
+    # Only sums of gradients have buckets.
+    if not measures.has_ddp or gradients is None or gradients.operations < MANY_OPERATIONS:
         return None
-    each_ns, each_bytes = measures.wire_ns(rank) / rank.operations, rank.bytes / rank.operations
+    part = (gradients.exposed_wire_ns + gradients.hidden_wire_ns) / max(1.0, rank.wire_ns)
+    each_ns, each_bytes = part * measures.wire_ns(rank) / gradients.operations, gradients.bytes / gradients.operations
     most = max((link.limit.bytes_per_s for link in links if link.limit is not None), default=math.inf)
     moving_ns = each_bytes / most * 1e9
     if each_bytes > SMALL_BYTES or each_ns > SMALL_NS or moving_ns > each_ns / 2:
         return None
     text = (
-        f"{rank.operations:.0f} operations a step of {each_bytes / 1024:.0f} KiB take {each_ns / 1e6:.2f} ms each, "
+        f"{gradients.operations:.0f} operations a step of {each_bytes / 1024:.0f} KiB take {each_ns / 1e6:.2f} ms each, "
         f"of which moving the bytes would take {moving_ns / 1e6:.2f}"
     )
     change = "larger buckets: DistributedDataParallel(model, bucket_cap_mb=25)"
     if has_settings(measures.backend):
         change += ", or penstock.torch.GradientReducer(model, bucket_bytes=4 << 20)"
     numbers = {
-        "operations_per_step": rank.operations,
+        "operations_per_step": gradients.operations,
         "bytes_per_operation": each_bytes,
         "ms_per_operation": each_ns / 1e6,
         "moving_ms_per_operation": moving_ns / 1e6,

@@ -285,9 +285,8 @@ def _look(
         add(sums.work, {phase: start - end})
     purpose_of = {(course.operation.name, course.operation.group): course.purpose for course in courses}
     kinds: dict[Key, dict[Kind, float]] = {}
-    for blocked in (waits, unmarked):
-        for piece, inside in _grouped(blocked, moving):
-            add(kinds.setdefault(piece[2], {}), _within(piece, inside, purpose_of))
+    for piece, inside in itertools.chain(_grouped(unmarked, moving), _named(waits, moving, courses, made)):
+        add(kinds.setdefault(piece[2], {}), _within(piece, inside, purpose_of))
     still = union([*((a, b, None) for a, b, _ in waits), *unmarked])
     add(sums.hidden, _by_value(piece for piece in without(moving, still) if piece[2][1:] != ("wait", None)))
     return kinds, longer
@@ -320,6 +319,28 @@ def _first(pieces: list[Piece[None]], most_ns: float) -> list[Piece[None]]:
 
 def _both(first: list[Piece[None]], second: list[Piece[None]]) -> list[Piece[None]]:
     return [(start, end, None) for start, end, _, _ in overlaps(first, second)]
+
+
+def _named(
+    waits: Sequence[Piece[tuple[str, str]]],
+    moving: list[Piece[Kind]],
+    courses: Sequence[Course],
+    made: list[Piece[None]],
+) -> Iterable[tuple[Piece[Key], list[Piece[Kind]]]]:
+    """Each marked wait with the communication within it: at each moment an operation that the mark names, if one is in flight. A
+    thread that stands in a receive waits for its sender, whatever it has sent itself that still moves."""
+    of_name: dict[tuple[str, str], list[Course]] = {}
+    for course in courses:
+        of_name.setdefault((course.operation.name, course.operation.group), []).append(course)
+    by_key: dict[tuple[str, str], list[Piece[tuple[str, str]]]] = {}
+    for wait in waits:
+        by_key.setdefault(wait[2], []).append(wait)
+    for key, own in by_key.items():
+        named = moving
+        if len(of_name) > 1 and key in of_name:
+            only = without(flight(of_name[key], own[0][0], own[-1][1]), made)
+            named = sorted(only + without(moving, only), key=lambda piece: piece[:2])
+        yield from _grouped(own, named)
 
 
 def _grouped(waits: Sequence[Piece[Key]], moving: list[Piece[Kind]]) -> Iterable[tuple[Piece[Key], list[Piece[Kind]]]]:

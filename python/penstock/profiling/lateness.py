@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from penstock.profiling.breakdown import SYNC
 from penstock.profiling.clocks import Clock
 from penstock.profiling.intervals import union
 from penstock.profiling.matching import Kind, Meeting, kind
@@ -58,7 +59,7 @@ class Beginnings:
             for rank, one in meeting.parts:
                 partners.setdefault((rank, one.group), set()).update(ranks)
                 # A backward pass waits for those that gradients are summed with.
-                if one.purpose == _SYNC:
+                if one.purpose == SYNC:
                     partners.setdefault((rank, None), set()).update(ranks)
                     passes = self._spans(rank, meeting.step).get(None, [])
                     at = bisect.bisect_right(passes, one.issued_ns, key=lambda span: span[0]) - 1
@@ -151,4 +152,3 @@ class Beginnings:
 
 
 _OF_ALL = (Kind.ALL, Kind.EXCHANGE)
-_SYNC = "data-parallel sync"

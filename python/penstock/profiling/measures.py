@@ -108,6 +108,7 @@ class Measures:
         backends = {str(record.header.about.get("backend", "")) for record in self._records.values()}
         self.backend = backends.pop() if len(backends) == 1 else ""
         """As given to ``init_process_group``; nothing if no record says, or several differ."""
+        self.has_ddp = all(record.has_ddp for record in self._records.values())
         self.step_ns = statistics.median(rank.share.step_ns for rank in self.ranks) if self.ranks else 0.0
         self.links = [link for host in self._hosts.values() if (link := self._link(host)) is not None]
         self.loopback_bytes = self._loopback()
@@ -169,9 +170,7 @@ class Measures:
             record.header.host if record is not None else "",
             wire_ns=sum(one.exposed_wire_ns + one.hidden_wire_ns for one in moving),
             exposed_wire_ns=sum(one.exposed_wire_ns for one in moving),
-            exposed_wait_ns=sum(
-                one.exposed_wait_ns for purpose, one in share.communication.items() if not is_pipeline(purpose)
-            ),
+            exposed_wait_ns=sum(one.exposed_wait_ns for one in share.without_bubbles),
             operations=sum(one.operations for one in moving),
             bytes=sum(one.bytes for one in moving),
             training_queued_ns=queued,
@@ -292,10 +291,6 @@ class Measures:
 
 
 NOT_COMPUTE = frozenset(("loading", "evaluation", "checkpoint", "profiler"))
-
-
-def is_pipeline(purpose: str) -> bool:
-    return purpose.startswith("pipeline")
 
 
 def _has_streams(host: Host, interface: str) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.numbers import bit_rate
+from penstock.profiling.breakdown import SYNC
 from penstock.profiling.causes import REACHED, has_settings, streams_to_fill
 from penstock.profiling.record import Record
 from penstock.profiling.replay import Model, Move, Wire, burdened, evened, merged, models, run, wires
@@ -30,7 +31,6 @@ from penstock.runtime.wire import sent_bytes
 
 __all__ = ["Network", "Prediction", "predict"]
 
-SYNC = "data-parallel sync"
 _CONVERSION = re.compile(r"(\d+\.\d+) ns a byte before it is sent, (\d+\.\d+) after")
 FULL = 0.75
 """A link that carries less of what it can while something is on the wire is not what holds (docs/design/profile-causes.md)."""
@@ -170,7 +170,7 @@ def predict(records: Sequence[Record], network: Network | None = None) -> list[P
     found = [model for model in found if all(math.isfinite(run(model, wire.takes)) for wire in possible)]
     if not possible or not found:
         return []
-    has_ddp = not any(event.kind == "no ddp" for record in records for event in record.events)
+    has_ddp = all(record.has_ddp for record in records)
     told = _Told(network, found, possible, _conversions(records), has_ddp)
     if not all(move.is_inside for model in found for move in model.moves):
         _links(told)

@@ -187,6 +187,11 @@ class Record:
     endings: list[Endings] = field(default_factory=list)
 
     @property
+    def has_ddp(self) -> bool:
+        """Whether a DistributedDataParallel, or a GradientReducer, may have summed gradients: the recorder has not said no."""
+        return not any(event.kind == "no ddp" for event in self.events)
+
+    @property
     def is_of_host(self) -> bool:
         """Whether this is the sampler's record of a host's counters, and so no rank's."""
         return bool(self.header.about.get("counters"))

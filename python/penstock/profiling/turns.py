@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from penstock.profiling.breakdown import OTHER, PURPOSES
@@ -84,8 +84,12 @@ def turns(records: Sequence[Record], met: Iterable[Meeting], clock_of: Mapping[s
             (sender, send), (receiver, receive) = parts
             wait = issues[0] - issues[1]
             by = [late_ns(rank, meeting.step, operation.issued_ns) for rank, operation in parts]
-            _add(found, sender, meeting.step, Course(send, send.issued_ns, None, True))
             allowed = unsure[sender] + unsure[receiver]
+            # gloo's ends when the script waits for it, which may be long after the bytes have come.
+            moved_ns = max(0, receive.ended_ns - receive.issued_ns - wait + round(allowed))
+            if send.ended_ns > send.issued_ns + moved_ns:
+                send = replace(send, ended_ns=send.issued_ns + moved_ns)
+            _add(found, sender, meeting.step, Course(send, send.issued_ns, None, True))
             _judge(found, receiver, meeting.step, receive, wait, wait - by[0] + by[1], sender, allowed)
             continue
         # Of those that issued together the lowest rank: parts are in order of rank.

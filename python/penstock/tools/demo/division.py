@@ -7,11 +7,11 @@ the rest of the step bytes are on the wire.
 
 from __future__ import annotations
 
-from penstock.profiling.breakdown import Breakdown, Moving, Share
+from penstock.profiling.breakdown import SYNC, Breakdown, Moving, Share
 from penstock.tools.demo.comparison import Result
 from penstock.tools.profile import shown
 
-__all__ = ["SYNC", "divided", "told"]
+__all__ = ["divided", "told"]
 
 
 def divided(result: Result) -> Breakdown:
@@ -43,7 +43,3 @@ def told(result: Result) -> str:
     """In one sentence, in the words of `penstock profile`."""
     said = shown.answer(divided(result))
     return f"With {result.label}, {said[0].lower()}{said[1:]}."
-
-
-SYNC = "data-parallel sync"
-"""What all of the demo's communication is for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock import reports
 from penstock.numbers import duration, milliseconds, plural, share, times
+from penstock.profiling.breakdown import SYNC
 from penstock.reports import Axis, Bar, Bars, Card, Curve, Key, Level, Lines, Next, Page, Panel, Part, Picture, Section
 from penstock.tools.bench import machine
 from penstock.tools.demo import division
@@ -159,7 +160,7 @@ def step_picture(comparison: Comparison) -> Picture:
 def _parts(result: Result) -> tuple[list[Part], float]:
     """Of the mean rank's step, and for which share of it ranks stand still."""
     shares = division.divided(result).shares
-    moved = [each.communication[division.SYNC] for each in shares]
+    moved = [each.communication[SYNC] for each in shares]
     times = [sum(each.work[phase] for each in shares) for phase in ("forward", "backward", "optimizer")]
     times += [sum(each.exposed_wire_ns for each in moved), sum(each.exposed_wait_ns for each in moved)]
     parts = [Part(time / 1e6 / len(shares), colour) for time, (_, colour) in zip(times, COLOURS, strict=True)]

@@ -153,12 +153,7 @@ def following(breakdown: Breakdown, shares: Sequence[Share]) -> Next:
     if most == loading:
         return Next("Loading is the largest loss: give the loader more workers.", "DataLoader(..., num_workers=4)")
     if most == waits:
-        pipeline = sum(
-            moved.exposed_wait_ns
-            for each in shares
-            for name, moved in each.communication.items()
-            if name.startswith("pipeline") or name == "embedding sync"
-        )
+        pipeline = sum(moved.exposed_wait_ns for each in shares for moved in each.bubbles)
         if pipeline > 0.5 * waits:
             return Next("The wait is the pipeline's bubble: more micro-batches in a step make its share smaller.")
         return Next("Ranks wait for each other: see below for whom, and compare its bar with the others.")
