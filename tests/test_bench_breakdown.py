@@ -8,8 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.profiling.breakdown import Moving, Share
-from penstock.tools.bench import breakdown, causes, planted
+from penstock.tools.bench import breakdown, breakdown_stages, causes, planted
 from penstock.tools.bench.breakdown import MOVING, Outcome, drawn, judged
+from penstock.tools.bench.breakdown_stages import Notes, rows
 from penstock.tools.bench.launcher import BenchError
 from penstock.tools.testbed.system import unavailable
 
@@ -45,7 +46,7 @@ def test_what_the_script_noted_is_beside_what_the_profile_says() -> None:
     ]
     moving = Moving(6.06 * MS, 4 * MS, 3 * MS)
     share = Share(0, 2, 1, 65 * MS, {"forward": 20 * MS, "backward": 33 * MS, "other": 1.94 * MS}, {"other": moving})
-    by_category = {one.category: one for one in judged(7, noted, [share])}
+    by_category = {one.category: one for one in judged(7, [share], [breakdown.rows(noted, rank) for rank in range(2)])}
     assert by_category["exposed wire"].miss == pytest.approx(0.01)
     assert by_category["exposed wait"].script_ms == 4 and by_category["hidden wire"].script_ms == 3
     assert by_category["backward"].miss == pytest.approx(0.1)
@@ -79,6 +80,37 @@ def test_where_both_sums_move_wire_counts_before_wait() -> None:
     }
 
 
+def test_what_a_pipelines_stages_note() -> None:
+    """Stage 0 stands from 30 to 60 ms for a gradient that is sent at 50, and at the end of the step 5 ms for its own send, which
+    is there at 75. Stage 1 stands from 0 to 22 for what is sent at 10."""
+    first = Notes(forward=10 * MS, backward=5 * MS, optimizer=5 * MS, step=100 * MS, received=[], sent=[], waited=[])
+    second = Notes(**{**first, "received": [], "sent": [], "waited": []})
+    first["received"], first["sent"], first["waited"] = [(30 * MS, 60 * MS)], [10 * MS, 55 * MS], [(70 * MS, 75 * MS)]
+    second["received"], second["sent"] = [(0, 22 * MS), (72 * MS, 75 * MS)], [50 * MS]
+    both = dict.fromkeys(("loading", "clip", "evaluation", "checkpoint", "hidden wait"), 0.0)
+    both |= {"forward": 10 * MS, "backward": 5 * MS, "optimizer": 5 * MS, "step": 100 * MS, "exposed wire": 15 * MS}
+    # What is sent moves from 10 to 22 and from 55 to 75, but from 55 to 60 stage 0 still stands for its gradient.
+    moved = {"exposed wait": 20 * MS, "hidden wire": 22 * MS, "other": 45 * MS}
+    assert rows([[first], [second]], 0) == [both | moved]
+    assert rows([[first], [second]], 1) == [both | {"exposed wait": 10 * MS, "hidden wire": 10 * MS, "other": 55 * MS}]
+
+
+def test_what_the_profiler_holds_up_is_compared_with_other_steps() -> None:
+    """In step 3 torch's profiler starts: a wait of 50 ms there is its own, and the time is in no part; wire is what it is."""
+    steps = [dict.fromkeys((*breakdown.WORK, *MOVING, "step"), 1.0 * MS) for _ in range(5)]
+    steps[3] |= {
+        "exposed wait": 50 * MS,
+        "hidden wait": 9 * MS,
+        "other": 70 * MS,
+        "step": 130 * MS,
+        "exposed wire": 4 * MS,
+    }
+    share = Share(0, 3, 1, 1 * MS, {}, {})
+    said = {one.category: one.script_ms for one in judged(1, [share], [steps], disturbed={3})}
+    assert said["exposed wait"] == said["hidden wait"] == said["other"] == said["step"] == 1
+    assert said["exposed wire"] == 2 and said["exposed"] == 3
+
+
 def test_the_table_of_causes_counts_by_fault() -> None:
     outcomes = [
         causes.Outcome(planted.drawn(fault, seed), seed != 9, "")
@@ -110,10 +142,11 @@ def test_a_training_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"no emulated hosts: {unavailable()}")
 @pytest.mark.timed
-def test_the_parts_of_a_step_are_those_of_the_script() -> None:
+@pytest.mark.parametrize("plan", [drawn(1), breakdown_stages.drawn(1)], ids=["data-parallel", "pipeline"])
+def test_the_parts_of_a_step_are_those_of_the_script(plan: breakdown.Plan | breakdown_stages.Stages) -> None:
     """A training of 120 steps. The bench judges 3 %, and all parts; on a busy machine it may be a fifth, and a few samples do not
     tell what of communication is a wait, nor what is hidden."""
-    found = breakdown.measure(drawn(1), timeout_s=120)
+    found = breakdown.measure(plan, timeout_s=120)
     judged_here = [one for one in found if one.is_judged and one.category not in MOVING]
     far = [one for one in judged_here if abs(one.miss) > 0.2]
     assert not far and {one.category for one in judged_here} >= {"forward", "backward", "exposed", "step"}, found

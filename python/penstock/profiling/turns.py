@@ -86,7 +86,8 @@ def turns(records: Sequence[Record], met: Iterable[Meeting], clock_of: Mapping[s
             by = [late_ns(rank, meeting.step, operation.issued_ns) for rank, operation in parts]
             allowed = unsure[sender] + unsure[receiver]
             # gloo's ends when the script waits for it, which may be long after the bytes have come.
-            moved_ns = max(0, receive.ended_ns - receive.issued_ns - wait + round(allowed))
+            wrong_ns = sum(clock[rank].likely_wrong_ns for rank in (sender, receiver))
+            moved_ns = max(0, receive.ended_ns - receive.issued_ns - wait + round(wrong_ns))
             if send.ended_ns > send.issued_ns + moved_ns:
                 send = replace(send, ended_ns=send.issued_ns + moved_ns)
             _add(found, sender, meeting.step, Course(send, send.issued_ns, None, True))

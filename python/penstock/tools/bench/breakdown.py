@@ -22,12 +22,12 @@ from penstock.profiling.breakdown import Share
 from penstock.profiling.divide import WARM_UP_STEPS, divide
 from penstock.profiling.intervals import overlaps, union, without
 from penstock.reports import Column, Line, Table
-from penstock.tools.bench import machine
+from penstock.tools.bench import breakdown_stages, machine
 from penstock.tools.bench.options import check_files
 from penstock.tools.bench.output import reporting_errors, result_console, say, write_json
 from penstock.tools.bench.recorded import recorded
 
-__all__ = ["MOVING", "Outcome", "Plan", "command", "drawn", "judged"]
+__all__ = ["MOVING", "Outcome", "Plan", "command", "drawn", "judged", "rows"]
 
 WORK = ("loading", "forward", "backward", "clip", "optimizer", "evaluation", "checkpoint", "other")
 MOVING = ("exposed wire", "exposed wait", "hidden wire", "hidden wait")
@@ -112,9 +112,10 @@ def drawn(seed: int) -> Plan:
 @click.option("--runs", type=click.IntRange(1), default=8, show_default=True, help="Trainings.")
 @click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first one's seed.")
 @click.option("--steps", type=click.IntRange(60), default=120, show_default=True, help="Of each training.")
+@click.option("--pipeline", is_flag=True, help="Two stages of a pipeline, instead of data-parallel ranks.")
 @click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds of one training.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
-def command(runs: int, first: int, steps: int, timeout: float, json_path: str | None) -> None:
+def command(runs: int, first: int, steps: int, pipeline: bool, timeout: float, json_path: str | None) -> None:
     """Measure how far off the parts of a step are that `penstock profile` shows.
 
     Needs root, for emulated hosts. A training of 120 steps takes 30 s or so.
@@ -124,7 +125,10 @@ def command(runs: int, first: int, steps: int, timeout: float, json_path: str | 
     with reporting_errors():
         description = machine.describe()
         for seed in range(first, first + runs):
-            found = measure(replace(drawn(seed), steps=steps), timeout_s=timeout)
+            if pipeline:
+                found = measure(replace(breakdown_stages.drawn(seed), steps=steps), timeout_s=timeout)
+            else:
+                found = measure(replace(drawn(seed), steps=steps), timeout_s=timeout)
             worst = max((one for one in found if one.is_judged), key=lambda one: abs(one.miss))
             say(f"{seed}: furthest off is {worst.category} of rank {worst.rank}: {worst.miss:+.1%}")
             outcomes += found
@@ -132,7 +136,7 @@ def command(runs: int, first: int, steps: int, timeout: float, json_path: str | 
         result_console().print(table(outcomes).for_terminal())
 
 
-def measure(plan: Plan, *, timeout_s: float) -> list[Outcome]:
+def measure(plan: Plan | breakdown_stages.Stages, *, timeout_s: float) -> list[Outcome]:
     """Run a training, recorded.
 
     Raises:
@@ -141,40 +145,39 @@ def measure(plan: Plan, *, timeout_s: float) -> list[Outcome]:
     bed = [sys.executable, "-m", "penstock", "testbed", "run", "--quiet", "--hosts", "2"]
     bed += ["--rate", f"{plan.rate_mbit:g}", "--timeout", f"{timeout_s:g}"]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as notes:
-        train = [sys.executable, "-m", "penstock.tools.bench.breakdown_rank", json.dumps(asdict(plan)), notes]
+        script = "breakdown_rank" if isinstance(plan, Plan) else "breakdown_stage"
+        train = [sys.executable, "-m", f"penstock.tools.bench.{script}", json.dumps(asdict(plan)), notes]
         ranks = recorded([*bed, "--", *train], Path(folder), f"seed {plan.seed}")
         noted = [json.loads(Path(notes, f"{rank}.json").read_text()) for rank in range(2)]
         disturbed = {
             step.number for each in ranks for step in each.steps if any(span.phase == "profiler" for span in step.spans)
         }
-        return judged(plan.seed, noted, divide(ranks).shares, disturbed)
+        shares = divide(ranks).shares
+        if isinstance(plan, Plan):
+            return judged(plan.seed, shares, [rows(noted, rank) for rank in range(2)], disturbed)
+        return judged(plan.seed, shares, [breakdown_stages.rows(noted, rank) for rank in range(2)], disturbed)
 
 
 def judged(
-    seed: int, noted: Sequence[Sequence[Mapping[str, int]]], shares: Sequence[Share], disturbed: Collection[int] = ()
+    seed: int, shares: Sequence[Share], rows: Sequence[Sequence[Mapping[str, float]]], disturbed: Collection[int] = ()
 ) -> list[Outcome]:
     """Each category of each rank beside the script's own. Pure.
 
     Args:
-        noted: by rank, then by step: `breakdown_rank.Notes`, in ns.
+        rows: by rank, then by step: what the script says of each category, in ns.
         disturbed: steps in which torch's profiler started or stopped. The script cannot tell what that costs, and what the other
             rank waits for it: of `DISTURBED` it tells the other steps. The profile tells all, without what it counts as the
             profiler's.
     """
     found = []
     for share in shares:
-        own = noted[share.rank]
-        rows = []
-        for at in range(WARM_UP_STEPS, len(own)):
-            issued_ns = [max(step[at][key] for step in noted) for key in ("issued", "beside_issued")]
-            row = {category: float(own[at].get(category, 0)) for category in (*WORK, "step")}
-            row |= _moved(own[at], *issued_ns)
-            row["other"] += row["step"] - sum(row[category] for category in (*WORK, *MOVING[:2]))
-            if at in disturbed:
-                row = {category: ns for category, ns in row.items() if category not in DISTURBED}
-            rows.append(row)
+        counted = [
+            {category: ns for category, ns in row.items() if at not in disturbed or category not in DISTURBED}
+            for at, row in enumerate(rows[share.rank])
+            if at >= WARM_UP_STEPS
+        ]
         means = {
-            category: statistics.fmean(row[category] for row in rows if category in row) / 1e6
+            category: statistics.fmean(row[category] for row in counted if category in row) / 1e6
             for category in (*WORK, *MOVING, "step")
         }
         means["exposed"] = means["exposed wire"] + means["exposed wait"]
@@ -193,6 +196,17 @@ def judged(
             for category in (*WORK, "exposed", *MOVING, "step")
         ]
     return found
+
+
+def rows(noted: Sequence[Sequence[Mapping[str, int]]], rank: int) -> list[dict[str, float]]:
+    """By step, what a rank of a data-parallel training noted (`breakdown_rank.Notes`) of each category, in ns."""
+    rows = []
+    for at, own in enumerate(noted[rank]):
+        issued_ns = [max(step[at][key] for step in noted) for key in ("issued", "beside_issued")]
+        row = {category: float(own.get(category, 0)) for category in (*WORK, "step")} | _moved(own, *issued_ns)
+        row["other"] += row["step"] - sum(row[category] for category in (*WORK, *MOVING[:2]))
+        rows.append(row)
+    return rows
 
 
 def _moved(own: Mapping[str, int], issued_ns: int, beside_issued_ns: int) -> dict[str, float]:

@@ -39,7 +39,7 @@ def train(plan: Plan, folder: Path) -> None:
         notes[-1][phase] = notes[-1].get(phase, 0) + time.monotonic_ns() - start_ns
 
     def compute(phase: str, ms: float) -> None:
-        _compute(ms + (plan.late if rank == plan.late_rank and phase == plan.late_phase else 0.0))
+        compute_for(ms + (plan.late if rank == plan.late_rank and phase == plan.late_phase else 0.0))
 
     class Data(torch.utils.data.Dataset):  # type: ignore[type-arg]
         def __len__(self) -> int:
@@ -53,14 +53,14 @@ def train(plan: Plan, folder: Path) -> None:
         @staticmethod
         def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
             if torch.is_inference_mode_enabled() or not given.requires_grad:
-                _compute(plan.evaluation / 2)
+                compute_for(plan.evaluation / 2)
             else:
                 compute("forward", plan.forward)
             return given * 1.0
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            _compute(plan.backward)
+            compute_for(plan.backward)
             return gradient
 
     class Model(torch.nn.Module):
@@ -74,7 +74,7 @@ def train(plan: Plan, folder: Path) -> None:
     class Optimizer(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             with noted("optimizer"):  # the recorder's hooks, in which torch's profiler starts and stops, are not in it
-                _compute(plan.optimizer)
+                compute_for(plan.optimizer)
                 return super().step(closure)
 
     def hook(_, bucket):  # type: ignore[no-untyped-def]  # DDP reads types, and understands no text
@@ -136,7 +136,7 @@ def train(plan: Plan, folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(notes))
 
 
-def _compute(ms: float) -> None:
+def compute_for(ms: float) -> None:
     """Operators of torch on this thread, for so long on the clock."""
     matrix = torch.ones(192, 192)  # half a millisecond: few operators, so that samples are cheap and there are many
     end_ns = time.monotonic_ns() + round(1e6 * ms)
