@@ -192,6 +192,44 @@ def _whole_numbers() -> int:
     return pending
 
 
+def test_two_ranks_have_the_bits_of_a_loop_without_a_reducer() -> None:
+    """Any floats: of two numbers a sum is the same in any order, and a half is exact. Steps are late on the way."""
+    with testbed.Testbed(hosts=2, link=testbed.LinkSpec(rate_mbit=100)) as bed:
+        pending = ranks.run(_without_a_reducer, count=2, bed=bed)
+    assert all(each > 0 for each in pending), pending
+
+
+def _without_a_reducer() -> int:
+    dist.init_process_group("penstock")
+    torch.manual_seed(1)
+    layers = [part for _ in range(4) for part in (nn.Linear(96, 96), nn.GELU())]
+    plain = nn.Sequential(*layers)
+    other = copy.deepcopy(plain)
+    adams = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (plain, other)]
+    reducer = GradientReducer(other, bucket_bytes=30_000, optimizer=adams[1])
+    data = torch.Generator().manual_seed(dist.get_rank())
+    pending = 0
+    for step in range(8):
+        given = torch.randn(8, 96, generator=data)
+        adams[0].zero_grad()
+        plain(given).square().mean().backward()
+        for parameter in plain.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+        adams[0].step()
+        adams[1].zero_grad()
+        other(given).square().mean().backward()
+        adams[1].step()
+        pending += sum(isinstance(parameter, PendingParameter) for parameter in other.parameters())
+        if step % 4 == 3:
+            for one, another in zip(plain.parameters(), other.parameters(), strict=True):
+                assert torch.equal(one, another), step
+    reducer.close()
+    dist.destroy_process_group()
+    return pending
+
+
 # ------------------------------------------------------------------------------------------------- one rank alone overlaps
 
 

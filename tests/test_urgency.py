@@ -401,16 +401,18 @@ def test_what_the_bench_makes_of_what_ranks_say() -> None:
 
     def said(factor: float) -> list[dict[str, Any]]:
         ways = {"alone": ([0.001, 0.003], 0.5), "usual": ([0.2], 2.0), "urgent": ([0.004, 0.002, 0.006], 2.0)}
+        ways["first"] = ([0.012], 2.0)
         records: list[dict[str, Any]] = [{"bulk_s": [2.0, 1.8, 2.2]}]
         for way, (seconds, whole) in ways.items():
             records.append({"way": way, "seconds": [factor * each for each in seconds], "whole_s": whole})
         return records
 
-    alone, usual, urgent = bench.summarise([said(1.0), said(1.5)], "same rank", "penstock", 65536, 1 << 28)
+    alone, usual, urgent, first = bench.summarise([said(1.0), said(1.5)], "same rank", "penstock", 65536, 1 << 28)
     assert (alone.samples, alone.median_s, alone.worst_s, alone.rate) == (2, 0.003, pytest.approx(0.0045), None)
     assert (usual.median_s, usual.target_s) == (pytest.approx(0.3), None)
     assert (urgent.median_s, urgent.target_s) == (pytest.approx(0.006), pytest.approx(0.008))
     assert urgent.rate == pytest.approx(1 + 4 * 65536 / (1 << 28))
+    assert (first.way, first.median_s, first.target_s) == ("first", pytest.approx(0.018), pytest.approx(0.008))
     json.dumps([vars(row) for row in (alone, usual, urgent)])
     assert "<= 8.0 ms" in map(str, bench.table([alone, usual, urgent]).for_terminal().columns[6]._cells)
 

@@ -20,7 +20,7 @@
 //! from the lower to the higher of two ranks, in direction 1 back. Other classes are refused.
 //!
 //! `order` and `sizes` belong to the fingerprint: the memory layout of the tensor ([`crate::fingerprint::Layout`]).
-//! `coflow` names the messages that are of use only together, such as those of one backward pass; 0 is none. Callers say it
+//! `coflow` names the messages that are of use only together, such as those of one evaluation; 0 is none. Callers say it
 //! (`penstock.priority`), and nothing orders by it yet.
 //!
 //! `sent_at` is the sender's clock in microseconds, modulo 2^32: its changes tell how long frames wait on their way.
