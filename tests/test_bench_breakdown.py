@@ -99,12 +99,13 @@ def test_the_table_of_causes_counts_by_fault() -> None:
 
 
 def test_planted_trainings_are_of_all_kinds() -> None:
-    """Of each fault a third is over gloo and, but for a crowded core, a third has two ranks on each host; half of the loaders
-    that stall read a disk. A plan comes out of its JSON as it went in."""
+    """Of each fault a third is over gloo, of those of links two thirds have two ranks on each host, and half of the loaders that
+    stall read a disk. A plan comes out of its JSON as it went in."""
     for fault in planted.FAULTS:
         plans = [planted.drawn(fault, seed) for seed in range(300)]
         assert 70 < _count(plans, backend="gloo") < 130
-        assert (70 < _count(plans, ranks=4) < 130) == (fault != "contention")
+        assert (170 < _count(plans, ranks=4) < 230) == (fault in planted.OF_LINKS)
+        assert (_count(plans, ranks=2) == 300) == (fault not in planted.OF_LINKS)
         assert (120 < _count(plans, reads_disk=True) < 180) == (fault == "disk stall")
         assert {len(plan.links) for plan in plans} == {
             {"capped link": 1, "retransmissions": 1, "second job": 1, "one-flow cap": 2}.get(fault, 0)

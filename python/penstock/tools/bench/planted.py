@@ -75,10 +75,11 @@ def drawn(fault: str, seed: int) -> Plan:
     given = random.Random(f"{fault}-{seed}")
     plan = Plan(fault, seed, rate=given.choice([300.0, 400.0, 600.0]), batch=given.choice([192, 256, 384]))
     plan.layers = given.choice([6, 8, 10])
-    plan.backend, plan.ranks = given.choice(["penstock", "penstock", "gloo"]), given.choice([2, 2, 4])
-    if fault == "contention":
-        # Where more ranks than cores share these, all are crowded.
-        plan.ranks = 2
+    plan.backend = given.choice(["penstock", "penstock", "gloo"])
+    if fault in OF_LINKS:
+        # Of all trainings a third. The other faults are of processors or hide behind them, and are planted where each rank has a
+        # core: where four ranks share two, these are a fault of their own.
+        plan.ranks = given.choice([2, 4, 4])
     rank, host = given.randrange(plan.ranks), given.randrange(plan.hosts)
     if fault in ("slow rank", "disk stall", "contention"):
         # Else a step waits longer for the link than for the fault.
@@ -124,6 +125,9 @@ FAULTS = (
     "second job",
     "contention",
 )
+
+
+OF_LINKS = ("capped link", "one-flow cap", "retransmissions", "second job")
 
 
 @dataclasses.dataclass
