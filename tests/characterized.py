@@ -61,6 +61,9 @@ def as_in_the_paper() -> list[Outcome]:
                         still,
                         link * 0.9 / speed**0.3 * (0.8 if ranks == 2 else 1) * size / 2,
                     )
+    paused = Cell("gpt2-tiny", "data", 2, 16, 0, "tcp", 1000.0, 0.0, "strong", 0, evaluate_every=8)
+    work = {"forward": 20.0, "backward": 30.0, "evaluation": 30.0}
+    made.append(outcome(paused, step_ms=130.0, work=work, steps=24, drops={"evaluation": 2.0}, sent_mbit=60.0))
     add(Cell("gpt2-tiny", "data", 2, 64, 0, "tcp", 100.0, 0.0, "strong", 0), 1240.0, 640.0, 600.0)
     for model, more in (("gpt2-tiny", 0.0), ("t5-tiny", 0.1)):
         for link, longer in ((100.0, 1.2), (1000.0, 1.0)):

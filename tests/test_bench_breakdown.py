@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from penstock.profiling.breakdown import Moving, Share
-from penstock.tools.bench import breakdown, breakdown_stages, causes, planted
+from penstock.profiling.causes import Cause
+from penstock.tools.bench import breakdown, breakdown_stages, causes, planted, planted_rank
 from penstock.tools.bench.breakdown import MOVING, Outcome, drawn, judged
 from penstock.tools.bench.breakdown_stages import Notes, rows
 from penstock.tools.bench.launcher import BenchError
@@ -122,6 +128,65 @@ def test_the_table_of_causes_counts_by_fault() -> None:
         ["disk stall", "2", "1, 50.0%", "9"],
         ["all", "4", "2, 50.0%", "9, 9"],
     ]
+
+
+def test_planted_trainings_are_of_all_kinds() -> None:
+    """Of each fault a third is over gloo, of those of links two thirds have two ranks on each host, and half of the loaders that
+    stall read a disk. A plan comes out of its JSON as it went in."""
+    for fault in planted.FAULTS:
+        plans = [planted.drawn(fault, seed) for seed in range(300)]
+        assert 70 < _count(plans, backend="gloo") < 130
+        assert (170 < _count(plans, ranks=4) < 230) == (fault in planted.OF_LINKS)
+        assert (_count(plans, ranks=2) == 300) == (fault not in planted.OF_LINKS)
+        assert (120 < _count(plans, reads_disk=True) < 180) == (fault == "disk stall")
+        assert {len(plan.links) for plan in plans} == {
+            {"capped link": 1, "retransmissions": 1, "second job": 1, "one-flow cap": 2}.get(fault, 0)
+        }
+        again = planted.Plan(**json.loads(json.dumps(asdict(plans[0]))))
+        assert replace(again, expected=tuple(again.expected), links=tuple(again.links)) == plans[0]
+
+
+def _count(plans: list[planted.Plan], **values: object) -> int:
+    return sum(all(getattr(plan, name) == value for name, value in values.items()) for plan in plans)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_cause_is_right_at_its_place_alone(ranks: int) -> None:
+    """Of a fault on one link not the other host's; of one flow's cap either; of a loader that reads a disk, that it does."""
+    hosts = {rank: "ab"[rank * 2 // ranks] for rank in range(ranks)}
+
+    def is_right(plan: planted.Plan, kind: str, **where: object) -> bool:
+        cause = Cause(kind, "wire", "", "", 1.0, **where)  # type: ignore[arg-type]
+        return planted.is_found(plan, planted.Found([cause], hosts))
+
+    for kind, fault in (("link", "capped link"), ("retransmissions", "retransmissions"), ("second job", "second job")):
+        plan = planted.Plan(fault, 0, ranks, expected=(kind,), links=(1,))
+        assert is_right(plan, kind, host="b", link="eth0")
+        assert not is_right(plan, kind, host="a", link="eth0") and not is_right(plan, kind, host="b", link="lo")
+    cap = planted.Plan("one-flow cap", 0, ranks, expected=("flow cap",), links=(0, 1))
+    assert is_right(cap, "flow cap", host="a", link="eth0") and is_right(cap, "flow cap", host="b", link="eth0")
+    for reads_disk in (False, True):
+        stall = planted.Plan("disk stall", 0, ranks, expected=("loader",), rank=1, reads_disk=reads_disk)
+        assert is_right(stall, "loader", rank=1, disk="sda") == reads_disk
+        assert is_right(stall, "loader", rank=1) != reads_disk and not is_right(stall, "loader", rank=0)
+    crowd = planted.Plan("contention", 0, ranks, expected=("contention",), rank=1, is_crowded=True)
+    assert is_right(crowd, "contention", rank=1) and not is_right(crowd, "contention"), "of all ranks alike"
+
+
+def test_a_planted_loader_reads_past_the_page_cache() -> None:
+    """As long as it is told, from the disk itself, though the file was written just now."""
+
+    def read_bytes() -> int:
+        [line] = [line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("read_bytes")]
+        return int(line.split()[1])
+
+    with tempfile.NamedTemporaryFile(dir="/var/tmp") as file:
+        file.write(os.urandom(planted_rank.BLOCK * 4))
+        file.flush()
+        os.fsync(file.fileno())
+        before, began_s = read_bytes(), time.monotonic()
+        planted_rank.read_for(0.02, file.name)
+        assert time.monotonic() - began_s >= 0.02 and read_bytes() - before >= planted_rank.BLOCK
 
 
 def test_a_training_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

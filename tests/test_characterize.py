@@ -27,6 +27,7 @@ from penstock.errors import Config
 from penstock.profiling import record
 from penstock.profiling.breakdown import Breakdown, Moving, Share
 from penstock.profiling.record import Header, Readings, Record, Step
+from penstock.profiling.utilisation import Drop
 from penstock.reports import Bars, Lines, Picture
 from penstock.tools.characterize import cli, figures, findings, matrix, means, memory, report, results, running, tables
 from penstock.tools.characterize.findings import ABSENT, AGREES, DIFFERS, NOISE
@@ -63,6 +64,15 @@ def test_a_matrix_is_the_product_of_its_lists(tmp_path: Path) -> None:
     [(left, why)] = found.left_out
     assert left.ranks == 1 and why == "a pipeline needs two ranks or more"
     assert len({cell.key for cell in found.cells}) == len(found.cells)
+
+
+def test_cells_with_pauses_are_others_and_those_without_keep_their_names(tmp_path: Path) -> None:
+    """The names of folders that were made before matrices had pauses."""
+    text = "{models: gpt2-tiny, transports: gloo, checkpoint_every: [0, 5], evaluate_every: [0, 5]}"
+    cells = matrix.read(written(tmp_path, text), sorted(MODELS)).cells
+    assert len({cell.key for cell in cells}) == 4
+    assert cells[0].key == "gpt2-tiny-data-2-8-gloo-0-539be0ee"
+    assert means.size(cells[3]) == "2 ranks, 8, checkpoint every 5 steps, evaluation every 5 steps"
 
 
 @pytest.mark.parametrize(
@@ -186,6 +196,8 @@ def test_outcomes_of_any_kind_are_shown_or_refused(tmp_path: Path, value: object
         ({"transport": "aggregated", "parallel": "pipeline"}, "hardly anything to sum"),
         ({"transport": "aggregated", "flow_mbit": 50.0}, "give aggregated no flow_mbit"),
         ({"batch": 1}, "a batch of 1 is no multiple"),
+        ({"parallel": "pipeline", "evaluate_every": 4}, "give a pipeline no evaluate_every"),
+        ({"parallel": "pipeline", "checkpoint_every": 4}, ""),
         ({}, ""),
     ],
 )
@@ -200,6 +212,10 @@ def test_what_runs() -> None:
     here = replace(CELL, link_mbit=0.0, transport="gloo")
     command = " ".join(running.command_of(here, 30, 5))
     assert "torch.distributed.run --standalone --nproc-per-node 2" in command and "--backend gloo" in command
+    assert "-every" not in command
+    paused = replace(CELL, checkpoint_every=4, evaluate_every=8)
+    command = " ".join(running.command_of(paused, 30, 5, checkpoint="/x"))
+    assert "--checkpoint-every 4 --checkpoint /x " in command and "--evaluate-every 8 " in command
     environment = running.environment_of(CELL, {"PENSTOCK_STREAMS": "9", "PENSTOCK_TUNE": "1", "HOME": "/"})
     assert environment == {"HOME": "/", "OMP_NUM_THREADS": "1", "PENSTOCK_SHM": "0", "PENSTOCK_STREAMS": "4"}
     assert "PENSTOCK_STREAMS" not in running.environment_of(replace(CELL, transport="tcp"), {})
@@ -315,9 +331,9 @@ def test_means_and_changes_have_intervals() -> None:
 
 
 def test_every_finding_agrees_with_runs_that_show_it() -> None:
-    """All that can be measured; what no run of a matrix shows says so."""
+    """All of them can be judged."""
     found = findings.findings(as_in_the_paper())
-    assert [each.says for each in found if each.verdict != AGREES] == ["rates fall for checkpoints and evaluations"]
+    assert [each.says for each in found if each.verdict != AGREES] == []
     assert len(found) == 25 and len({(each.where, each.says) for each in found}) == 25
     told = {each.says.partition(":")[0]: each.here for each in found}
     assert told["more ranks compute faster"] == "forward 100%, backward 100% from 2 to 4 ranks"
@@ -391,14 +407,57 @@ def test_a_finding_is_not_judged_by_noise_nor_without_cells() -> None:
 
 def test_the_matrix_of_the_findings_has_cells_for_each(root: Path) -> None:
     """Runs of examples/findings.yaml, made up, can judge all findings and draw all figures; each of its cells can run, and there
-    are no more runs than go into a quarter of an hour, at 15 s each."""
+    are no more runs than go into twenty minutes, at 20 s each, of steps enough for the profile's samples."""
     given = matrix.read(root / "examples" / "findings.yaml", sorted(MODELS))
-    assert not given.left_out and len(given.cells) * given.repeats <= 60
-    runs = [outcome(cell, repeat, sent_mbit=60.0) for cell in given.cells for repeat in range(given.repeats)]
-    absent = [each.says for each in findings.findings(runs) if each.verdict == ABSENT]
-    assert absent == ["rates fall for checkpoints and evaluations"]
+    assert not given.left_out and len(given.cells) * given.repeats <= 60 and given.steps >= 24
+    made = {"sent_mbit": 60.0, "steps": given.steps, "work": {"evaluation": 30.0, "forward": 10.0, "backward": 20.0}}
+    runs = [outcome(cell, repeat, **made) for cell in given.cells for repeat in range(given.repeats)]
+    assert not [each.says for each in findings.findings(runs) if each.verdict == ABSENT]
     titles = [each.title.partition(":")[0] for each in figures.sections(means.means(runs), {})]
     assert titles == [f"Figure {number}" for number in range(3, 8)]
+
+
+@pytest.mark.parametrize(
+    ("pauses_ms", "drops", "verdict", "here"),
+    [
+        # 22 steps count, in which there are two evaluations: 44 ms a step are 484 ms of each, or 4.84 steps of 100 ms.
+        ({"evaluation": 44.0}, {"evaluation": 2}, AGREES, "2.0 times a run for evaluations of 4.8 steps"),
+        ({"evaluation": 44.0}, {"unexplained": 2}, DIFFERS, "0.0 times a run for evaluations of 4.8 steps"),
+        ({"evaluation": 18.0}, {}, ABSENT, "the matrix has no pause that is long enough: evaluations of 2.0 steps are"),
+        (
+            {"evaluation": 44.0, "checkpoint": 2.0},
+            {"evaluation": 1},
+            AGREES,
+            "checkpoints of 0.1 steps are too short to see, 1.0 times a run for evaluations of 4.8 steps",
+        ),
+        (
+            {"evaluation": 44.0, "checkpoint": 70.0},
+            {"evaluation": 2},
+            DIFFERS,
+            "0.0 times a run for checkpoints of 5.1",
+        ),
+        ({}, {}, ABSENT, "the matrix has no data parallel cells over a link with checkpoint_every or evaluate_every"),
+    ],
+)
+def test_rates_fall_for_pauses_that_are_long_enough_to_be_seen(
+    pauses_ms: dict[str, float], drops: dict[str, float], verdict: str, here: str
+) -> None:
+    """Of each kind of pause: none in the cell, too short, seen, or not seen."""
+    cell = replace(CELL, evaluate_every=8, checkpoint_every=7)
+    step_ms = 100.0 + sum(pauses_ms.values())
+    runs = [outcome(cell, repeat, work=pauses_ms, drops=drops, steps=24, step_ms=step_ms) for repeat in range(2)]
+    [found] = [each for each in findings.findings(runs) if each.says == "rates fall for checkpoints and evaluations"]
+    assert found.verdict == verdict and here in found.here, found
+    for other in (replace(cell, link_mbit=0.0), replace(cell, checkpoint_every=0, evaluate_every=0)):
+        alone = findings.findings([replace(one, cell=other) for one in runs])
+        assert [each.verdict for each in alone if each.says == found.says] == [ABSENT]
+
+
+def test_drops_are_counted_by_cause() -> None:
+    """All hosts see the same pause: it counts once."""
+    made = [("a", "evaluation"), ("b", "evaluation"), ("a", "evaluation"), ("b", "")]
+    found = [Drop(host, "nic.eth0.tx_bytes", (0, 1), 0.1, cause) for host, cause in made]
+    assert running.counted_drops(found) == {"evaluation": 2, "unexplained": 1}
 
 
 def test_ratios_have_the_noise_of_all_their_cells() -> None:
@@ -470,6 +529,12 @@ def test_what_a_link_carried_over_time_is_drawn_from_the_records(tmp_path: Path)
         "sent",
     ]
     assert "up to 8 Mbit/s (gpt2-tiny" in drawn.see
+    staged = replace(cell, parallel="pipeline")
+    folder.rename(tmp_path / f"{staged.key}.0")
+    piped = report.page([outcome(staged)], "runs", {}, lambda one: running.course_of(tmp_path, one))
+    [five] = [each for each in piped.sections if each.title.startswith("Figure 5")]
+    names = [each.name for each in five.blocks if isinstance(each, Picture)]
+    assert names == ["figure-5-gpt2-tiny", "figure-5-link", "figure-5-over-time"]
     assert not [
         each for each in report.page([outcome(cell)], "runs", {}).sections[1].blocks if "over-time" in str(each)
     ]
@@ -537,8 +602,26 @@ def test_tables_and_a_comparison(tmp_path: Path) -> None:
     assert "Communication takes 40% of a step" in (tmp_path / "page.html").read_text()
 
 
+def test_what_the_profile_complains_of_is_kept_and_told(tmp_path: Path) -> None:
+    """In the terminal how many runs, and one text; in the report all, with the number of runs; what ranks print is none."""
+    said = "[rank0]: penstock profile: no\npenstock profile: too few samples\nstep | 3\npenstock profile: x\x1b\n"
+    assert running.complaints_of(said) == ["too few samples", "x\x1b"]
+    for repeat in range(3):
+        problems = () if repeat == 1 else ("too few samples", f"rank {repeat} is odd")
+        results.write(tmp_path, outcome(repeat=repeat, problems=problems))
+    page = tmp_path / "page.html"
+    told = CliRunner().invoke(cli.command, ["--show", str(tmp_path), "--html", str(page)])
+    assert "The profile complains of 2 of 3 runs (all: --html), first of gpt2-tiny-" in told.output
+    assert "too few samples" in told.output and "is odd" not in told.output.replace("rank 0 is odd", "")
+    assert "too few samples (2 runs)" in (html := page.read_text()) and "rank 2 is odd (1 run)" in html
+    many = [outcome(problems=(f"{number}",)) for number in range(report.MOST_PROBLEMS + 3)]
+    [section] = [each for each in report.page(many, "x", {}).sections if "complains" in each.title]
+    assert len(section.blocks[0]) == report.MOST_PROBLEMS + 1 and "and 3 more" in section.blocks[0][-1]
+
+
 def test_a_matrix_runs_and_goes_on(tmp_path: Path) -> None:
-    """For real, data parallel and in a pipeline; a second command makes only what is missing."""
+    """For real, data parallel with pauses and in a pipeline; a second command makes only what is missing. Each run is too short
+    for the samples that the profile wants, and keeps that."""
     path = written(
         tmp_path,
         """
@@ -546,7 +629,7 @@ def test_a_matrix_runs_and_goes_on(tmp_path: Path) -> None:
         steps: 14
         repeats: 1
         runs:
-          - {batches: 4, transports: tcp}
+          - {batches: 4, transports: tcp, checkpoint_every: 5, evaluate_every: 6}
           - {batches: 4, micro_batch: 1, parallel: pipeline, transports: gloo}
         """,
     )
@@ -555,6 +638,11 @@ def test_a_matrix_runs_and_goes_on(tmp_path: Path) -> None:
     assert first.returncode == 0, first.stdout + first.stderr
     data, pipeline = sorted(results.read(tmp_path / "matrix.runs"), key=lambda one: one.cell.parallel)
     assert data.work["forward"] > 0 and data.work["backward"] > 0 and data.communication_ms > 0
+    assert data.work["checkpoint"] > 0 and data.work["evaluation"] > 0 and "checkpoint" not in pipeline.work
+    assert not [*(tmp_path / "matrix.runs").glob("*.pt")]
+    for each in (data, pipeline):
+        assert any("steps were sampled by torch's profiler" in text for text in each.problems), each.problems
+    assert "The profile complains of 2 of 2 runs" in first.stdout
     assert set(data.exposed) <= {"data-parallel sync", "other"}
     assert {"pipeline forward recv", "pipeline backward recv", "embedding sync"} <= set(pipeline.exposed)
     assert "Communication takes" in (tmp_path / "page.html").read_text()

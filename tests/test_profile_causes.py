@@ -167,6 +167,14 @@ def test_a_crowded_processor_is_late_in_whatever_the_rank_does(phase: str) -> No
     assert first(job).kind == {"loading": "loader", "forward": "straggler"}[phase]
 
 
+@pytest.mark.parametrize("disk_bytes", [0.0, 1e6])
+def test_a_disk_is_named_where_ranks_read_from_one_that_is_busy(disk_bytes: float) -> None:
+    disk = dict.fromkeys(range(2), disk_bytes)
+    found = first(planted_records.Job(1, random.Random(1), loading_s=0.1, gradient_bytes=1e5, disk=disk))
+    assert (found.kind, found.disk) == ("loader", "vda" if disk_bytes else "")
+    assert ("from vda, busy" in found.text) == bool(disk_bytes)
+
+
 def test_what_a_processor_of_its_own_would_bring() -> None:
     """What a crowded rank stood in the run queue for, up to what the others waited, though little of it was in a phase."""
     job = planted_records.Job(1, random.Random(1), more={(1, "forward"): 0.1}, gradient_bytes=1e5)
@@ -349,7 +357,7 @@ ODD_NAMES = [
 )
 def test_a_planted_fault_is_found_in_a_real_training(tmp_path: pathlib.Path, fault: str) -> None:
     """`penstock profile` of a training on emulated hosts with one thing wrong names that first."""
-    plan = planted.drawn(fault, 1)
+    plan = planted.drawn(fault, 0)
     (tmp_path / "profile").mkdir()
     found = planted.profiled(plan, tmp_path / "profile")
     shown = "\n".join(f"{each.kind}: {each.text}" for each in found.causes)

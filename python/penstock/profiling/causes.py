@@ -60,6 +60,8 @@ class Cause:
     """Of the host: the name of the interface, if it is one's."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """What the rule compared, by name with unit."""
+    disk: str = ""
+    """Of the host: the disk, if one is busy with what the rank reads."""
 
 
 def find(records: Sequence[Record], breakdown: Breakdown) -> list[Cause]:
@@ -495,7 +497,8 @@ def _loader(
     else:
         text += "; no disk is busy meanwhile: the loader itself is slow or blocked"
         change = "DataLoader(num_workers=4, prefetch_factor=4, persistent_workers=True); what __getitem__ waits for"
-    return Cause("loader", "loading", text, change, cost_ns, gain_ns, rank.number, rank.host, numbers=shown)
+    named = (disk or "disk") if reads else ""
+    return Cause("loader", "loading", text, change, cost_ns, gain_ns, rank.number, rank.host, numbers=shown, disk=named)
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers

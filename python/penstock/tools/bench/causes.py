@@ -41,7 +41,7 @@ class Outcome:
 def command(runs: int, first: int, faults: str, json_path: str | None) -> None:
     """Measure how often `penstock profile` names the right cause first.
 
-    Needs root, for emulated hosts, and a machine on which nothing else computes. A training takes 20 s or so.
+    Needs root, for emulated hosts, and a machine on which nothing else computes. A training takes 20 to 60 s.
     """
     check_files(json_path=json_path, report_path=None)
     chosen = names_of("fault", faults, planted.FAULTS)

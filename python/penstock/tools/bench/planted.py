@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 
 from penstock.profiling import causes
@@ -37,6 +39,9 @@ class Plan:
     fault: str
     seed: int
     ranks: int = 2
+    hosts: int = 2
+    """That ranks are on, in equal parts."""
+    backend: str = "penstock"
     steps: int = 32
     width: int = 256
     layers: int = 8
@@ -46,16 +51,23 @@ class Plan:
     rate: float = 400.0
     flow: float | None = None
     rates: dict[str, float] = dataclasses.field(default_factory=dict)
-    loss: dict[str, float] = dataclasses.field(default_factory=dict)
+    loss: float = 0.0
+    """Of the packets that the host with the link sends."""
     rank: int | None = None
     """Whose fault it is."""
     burn_ms: float = 0.0
     stall_ms: float = 0.0
+    reads_disk: bool = False
+    """The loader stalls because it reads from a disk that another process writes to; else it sleeps."""
+    scratch: str = ""
+    """The file that it reads; known when the hosts are made."""
     foreign_flows: int = 0
+    is_foreign_sent: bool = False
+    """By the host with the link; else it receives them."""
     is_crowded: bool = False
     expected: tuple[str, ...] = ()
-    hosts: tuple[int, ...] = ()
-    """On one of these is the link."""
+    links: tuple[int, ...] = ()
+    """On one of these hosts is the link; several where the fault is on all of them."""
 
 
 def drawn(fault: str, seed: int) -> Plan:
@@ -63,27 +75,39 @@ def drawn(fault: str, seed: int) -> Plan:
     given = random.Random(f"{fault}-{seed}")
     plan = Plan(fault, seed, rate=given.choice([300.0, 400.0, 600.0]), batch=given.choice([192, 256, 384]))
     plan.layers = given.choice([6, 8, 10])
-    rank = given.randrange(plan.ranks)
+    plan.backend = given.choice(["penstock", "penstock", "gloo"])
+    if fault in OF_LINKS:
+        # Of all trainings a third. The other faults are of processors or hide behind them, and are planted where each rank has a
+        # core: where four ranks share two, these are a fault of their own.
+        plan.ranks = given.choice([2, 4, 4])
+    rank, host = given.randrange(plan.ranks), given.randrange(plan.hosts)
     if fault in ("slow rank", "disk stall", "contention"):
         # Else a step waits longer for the link than for the fault.
         plan.width, plan.batch = 128, 4 * plan.batch
     if fault == "slow rank":
         plan.rank, plan.burn_ms, plan.expected = rank, given.uniform(25, 80), ("straggler",)
     elif fault == "capped link":
-        plan.rates, plan.expected, plan.hosts = {f"h{rank}": given.uniform(25, 60)}, ("link",), (rank,)
+        plan.rates, plan.expected, plan.links = {f"h{host}": given.uniform(25, 60)}, ("link",), (host,)
     elif fault == "one-flow cap":
-        plan.streams, plan.flow, plan.expected, plan.hosts = 1, given.uniform(25, 60), ("flow cap",), (0, 1)
+        # Every host has it.
+        plan.streams, plan.flow, plan.expected, plan.links = 1, given.uniform(25, 60), ("flow cap",), (0, 1)
     elif fault == "small buckets":
         plan.layers, plan.width, plan.bucket_mb = given.choice([60, 80, 100]), 32, 0.001
         # A short pass, which hides little of them.
         plan.rate, plan.batch, plan.steps, plan.expected = 1000.0, 32, 150, ("small buckets",)
     elif fault == "disk stall":
         plan.rank, plan.stall_ms, plan.expected = rank, given.uniform(40, 100), ("loader",)
+        plan.reads_disk = given.random() < 0.5
     elif fault == "retransmissions":
-        plan.loss, plan.expected, plan.hosts = {f"h{rank}": given.uniform(0.02, 0.05)}, ("retransmissions",), (0, 1)
+        # One way, as a dirty fibre loses: of two hosts whose link loses both ways, both resend alike.
+        plan.loss, plan.expected, plan.links = given.uniform(0.02, 0.05), ("retransmissions",), (host,)
     elif fault == "second job":
+        # About half as many flows to one and a half times as many as the job has: gloo has one to each peer.
         plan.rate, plan.foreign_flows = given.choice([100.0, 150.0]), given.choice([8, 16, 24])
-        plan.expected, plan.hosts = ("second job",), (0, 1)
+        if plan.backend == "gloo":
+            plan.foreign_flows //= 8
+        plan.is_foreign_sent = given.random() < 0.5
+        plan.expected, plan.links = ("second job",), (host,)
     elif fault == "contention":
         plan.rank, plan.is_crowded, plan.expected = rank, True, ("contention",)
     else:
@@ -101,6 +125,9 @@ FAULTS = (
     "second job",
     "contention",
 )
+
+
+OF_LINKS = ("capped link", "one-flow cap", "retransmissions", "second job")
 
 
 @dataclasses.dataclass
@@ -124,34 +151,59 @@ def profiled(plan: Plan, folder: pathlib.Path) -> Found:
 
 
 def is_found(plan: Plan, found: Found) -> bool:
-    """The right cause first, with the right rank, or a link of the right host."""
+    """The right cause first, with the right rank, or a link of the right host; and with a disk if one is read."""
     if not found.causes or found.causes[0].kind not in plan.expected:
         return False
     first = found.causes[0]
-    is_there = not plan.hosts or (first.host in {found.hosts[rank] for rank in plan.hosts} and first.link == "eth0")
-    return is_there and (plan.rank is None or first.rank == plan.rank)
+    names = {found.hosts[host * plan.ranks // plan.hosts] for host in plan.links}
+    if plan.links and not (first.host in names and first.link == "eth0"):
+        return False
+    return (plan.rank is None or first.rank == plan.rank) and bool(first.disk) == plan.reads_disk
 
 
 def conduct(plan: Plan) -> int:
     """Make the hosts and what disturbs them, and run the ranks."""
-    link = LinkSpec(rate_mbit=plan.rate, flow_mbit=plan.flow)
+    # Offloaded packets would be lost by up to 64 KiB.
+    link = LinkSpec(rate_mbit=plan.rate, flow_mbit=plan.flow, offloads=False if plan.loss else None)
     with contextlib.ExitStack() as stack:
-        bed = stack.enter_context(Testbed(hosts=plan.ranks, racks=1, link=link, rates=plan.rates, losses=plan.loss))
+        # The other job's other end has a host of its own, so that it shares one link with the ranks.
+        hosts = plan.hosts + bool(plan.foreign_flows)
+        bed = stack.enter_context(Testbed(hosts=hosts, racks=1, link=link, rates=plan.rates))
+        if plan.loss:
+            rules = LOSS.format(bed.interface, round(plan.loss * 1e6))
+            for other in set(range(hosts)) - set(plan.links):
+                bed.inside(
+                    other, functools.partial(subprocess.run, ["nft", "-f", "-"], input=rules, text=True, check=True)
+                )
         if plan.fault == "retransmissions":
-            for host in range(plan.ranks):
+            for host in range(hosts):
                 # bbr, which this machine may have, sends on through losses; this one every namespace may use.
                 bed.inside(host, lambda: pathlib.Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno"))
         if plan.foreign_flows:
-            address = bed.address(0)
-            stack.enter_context(_ended(bed.popen(0, [sys.executable, "-c", SINK, address])))
-            stack.enter_context(_ended(bed.popen(1, [sys.executable, "-c", SOURCE, address, str(plan.foreign_flows)])))
+            sender, receiver = plan.links[0], plan.hosts
+            if not plan.is_foreign_sent:
+                sender, receiver = receiver, sender
+            address, flows = bed.address(receiver), str(plan.foreign_flows)
+            stack.enter_context(_ended(bed.popen(receiver, [sys.executable, "-c", SINK, address])))
+            stack.enter_context(_ended(bed.popen(sender, [sys.executable, "-c", SOURCE, address, flows])))
+        if plan.reads_disk:
+            # A folder that outlives a restart is on a disk.
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp"))
+            plan = dataclasses.replace(plan, scratch=f"{folder}/read")
+            with open(plan.scratch, "wb") as file:
+                for _ in range(SCRATCH_MIB):
+                    file.write(os.urandom(1 << 20))
+                file.flush()
+                os.fsync(file.fileno())
+            stack.enter_context(_ended(subprocess.Popen([sys.executable, "-c", WRITER, f"{folder}/written"])))
         if plan.is_crowded:
             stack.enter_context(_ended(subprocess.Popen([sys.executable, "-c", CROWD, str(core_of(plan.rank or 0))])))
         done = bed.run(
             [sys.executable, "-m", "penstock.tools.bench.planted_rank", json.dumps(dataclasses.asdict(plan))],
             ranks=plan.ranks,
+            on=range(plan.hosts),
             env={"PENSTOCK_STREAMS": str(plan.streams), "OMP_NUM_THREADS": "1"},
-            timeout_s=150,
+            timeout_s=300,
         )
         for rank, text in enumerate(done.outputs):
             sys.stdout.write(f"--- rank {rank}\n{text}")
@@ -182,6 +234,21 @@ for _ in range(int(sys.argv[2])):
     threading.Thread(target=fill, args=(one,), daemon=True).start()
 threading.Event().wait()
 """
+WRITER = """
+import os, sys
+parent, block = os.getppid(), os.urandom(1 << 20)
+with open(sys.argv[1], "wb", buffering=0) as file:
+    while os.getppid() == parent:
+        file.seek(file.tell() % (64 << 20))
+        file.write(block)
+        os.fsync(file.fileno())
+"""
+LOSS = """
+add table netdev planted
+add chain netdev planted lost {{ type filter hook ingress device {} priority 0; }}
+add rule netdev planted lost numgen random mod 1000000 < {} drop
+"""
+SCRATCH_MIB = 64
 CROWD = """
 import os, sys
 os.sched_setaffinity(0, {int(sys.argv[1])})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
+import random
 import sys
 import time
 
@@ -26,8 +28,11 @@ def train(plan: Plan) -> None:
 
         def __getitem__(self, index: int) -> torch.Tensor:
             if plan.stall_ms and is_mine and index % plan.batch == 0:
-                # A disk that answers late.
-                time.sleep(plan.stall_ms / 1e3)
+                if plan.reads_disk:
+                    read_for(plan.stall_ms / 1e3, plan.scratch)
+                else:
+                    # A disk of another host that answers late.
+                    time.sleep(plan.stall_ms / 1e3)
             return torch.full((plan.width,), 1.0 / (1 + index))
 
     class Slow(torch.nn.Module):
@@ -37,7 +42,7 @@ def train(plan: Plan) -> None:
                 pass
             return given
 
-    dist.init_process_group("penstock")
+    dist.init_process_group(plan.backend)
     layers = [torch.nn.Linear(plan.width, plan.width) for _ in range(plan.layers)]
     model = torch.nn.parallel.DistributedDataParallel(
         torch.nn.Sequential(Slow(), *layers), bucket_cap_mb=plan.bucket_mb, gradient_as_bucket_view=True
@@ -48,6 +53,23 @@ def train(plan: Plan) -> None:
         model(batch).square().mean().backward()
         optimizer.step()
     dist.destroy_process_group()
+
+
+def read_for(seconds: float, path: str) -> None:
+    """Read blocks anywhere in a file, past the page cache, as of a data set that is larger than memory."""
+    until_s = time.monotonic() + seconds
+    file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        # On a page's boundary, which O_DIRECT asks for.
+        with mmap.mmap(-1, BLOCK) as buffer:
+            places = os.fstat(file).st_size // BLOCK
+            while time.monotonic() < until_s:
+                os.preadv(file, [buffer], random.randrange(places) * BLOCK)
+    finally:
+        os.close(file)
+
+
+BLOCK = 64 << 10
 
 
 if __name__ == "__main__":

@@ -100,6 +100,10 @@ def command(
     if len(judged) < len(found):
         text = f"{len(found) - len(judged)} of {len(found)} findings of the paper need cells that this matrix does not have"
         console.print(f"{text}: the report lists them (--html)\n", highlight=False)
+    if complained := [one for one in outcomes if one.problems]:
+        text = f"The profile complains of {len(complained)} of {plural(len(outcomes), 'run')} (all: --html), first of"
+        text += f" {complained[0].cell.key}: {complained[0].problems[0]}\n"
+        console.print(text, markup=False, highlight=False)
     told = page(outcomes, str(folder), limits, functools.partial(running.course_of, folder))
     print_first_screen(told, console)
     if html_path:

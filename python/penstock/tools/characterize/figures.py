@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from penstock.reports import Axis, Bar, Bars, Curve, Key, Lines, Panel, Part, Picture, Section, series
 from penstock.tools.characterize.matrix import Cell
-from penstock.tools.characterize.means import Means, groups, name, network, parameters
+from penstock.tools.characterize.means import Means, groups, name, network, parameters, pauses
 from penstock.tools.characterize.memory import Kind, Limit, kind_of
 from penstock.tools.characterize.running import COURSE_S, Course
 
@@ -52,9 +52,9 @@ def sections(
             continue
         stem = title.partition(":")[0].lower().replace(" ", "-")
         pictures = _breakdowns(stem, chosen)
-        if parallel == "data" and (used := _utilisation(stem, chosen)):
+        if used := _utilisation(stem, chosen):
             pictures.append(used)
-        if parallel == "data" and (over_time := _over_time(stem, chosen, course_of)):
+        if over_time := _over_time(stem, chosen, course_of):
             pictures.append(over_time)
         found.append(Section(title, pictures))
     if batches := _batches(cells, limits):
@@ -107,7 +107,7 @@ def _whose(each: Means, models: Sequence[str]) -> str:
 
 
 def _utilisation(stem: str, cells: Sequence[Means]) -> Picture | None:
-    """What hosts' links receive on average: what parts (e) to (h) of figures 3 and 4 come to."""
+    """What hosts' links receive on average: what parts (e) to (h) of figures 3 and 4 come to. The paper's figure 5 has none."""
     known = [each for each in cells if each.cell.link_mbit and each.received > 0][:MOST_BARS]
     if not known:
         return None
@@ -241,7 +241,7 @@ def _largest_scale(cells: Sequence[Means]) -> Picture | None:
         for each in data
         if each.cell.model == top.cell.model
         and each.cell.batch * most == top.cell.batch * each.cell.ranks
-        and (each.cell.micro_batch, each.cell.sequence) == (top.cell.micro_batch, top.cell.sequence)
+        and _shape(each.cell) == _shape(top.cell)
     ]
     by_network: dict[str, dict[int, Means]] = {}
     for each in alike:
@@ -263,6 +263,11 @@ def _largest_scale(cells: Sequence[Means]) -> Picture | None:
     return Picture("figure-7", Bars(STEP, bars, KEY), see, how)
 
 
+def _shape(cell: Cell) -> tuple[int, ...]:
+    """What steps have in common, whatever the ranks."""
+    return cell.micro_batch, cell.sequence, cell.checkpoint_every, cell.evaluate_every
+
+
 # Bars
 
 
@@ -282,7 +287,8 @@ def _short(each: Means) -> str:
 
 def _joined(each: Means) -> str:
     told = f"{each.cell.ranks} ranks" + (f" by {each.cell.micro_batch}" if each.cell.micro_batch else "")
-    return f"{told}, {network(each.cell)}" + (f", {each.cell.sequence} tokens" if each.cell.sequence else "")
+    told += f", {network(each.cell)}" + (f", {each.cell.sequence} tokens" if each.cell.sequence else "")
+    return told + pauses(each.cell)
 
 
 PARTS = ("forward", "backward", "optimizer and others", "wire", "wait")

@@ -11,8 +11,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from penstock.profiling.divide import WARM_UP_STEPS
 from penstock.tools.characterize.means import Means, apart, groups, means, parameters
 from penstock.tools.characterize.results import Outcome, Ratio, ratio
+from penstock.tools.profile.recorder.counters import PERIOD_MS
 
 __all__ = ["ABSENT", "AGREES", "DIFFERS", "NOISE", "Finding", "findings"]
 
@@ -39,7 +41,7 @@ def findings(outcomes: Sequence[Outcome]) -> list[Finding]:
     pipeline = [each for each in cells if each.cell.parallel == "pipeline"]
     strong, weak = ([each for each in data if each.cell.scaling == scaling] for scaling in ("strong", "weak"))
     return [
-        *_data_strong(strong),
+        *_data_strong(strong, data),
         *_data_weak(weak, data),
         *_pipelines(pipeline, data),
         *_batches(data, pipeline),
@@ -51,7 +53,7 @@ def findings(outcomes: Sequence[Outcome]) -> list[Finding]:
 # Strong scaling in data parallelism: figure 3, observations 1 and 2
 
 
-def _data_strong(of: Sequence[Means]) -> list[Finding]:
+def _data_strong(of: Sequence[Means], data: Sequence[Means]) -> list[Finding]:
     where = "strong scaling, fig. 3"
     linked = _linked(of)
     return [
@@ -73,12 +75,7 @@ def _data_strong(of: Sequence[Means]) -> list[Finding]:
             ("data parallel cells with two sizes of a model over a link", "{} times{models}"),
         ),
         _both_ways(linked),
-        Finding(
-            f"{where} and 4",
-            "rates fall for checkpoints and evaluations",
-            "runs of a matrix have neither; penstock profile of your own script names what each drop of a rate is",
-            ABSENT,
-        ),
+        _falls((f"{where} and 4", "rates fall for checkpoints and evaluations"), _linked(data)),
     ]
 
 
@@ -116,6 +113,40 @@ def _both_ways(of: Sequence[Means]) -> Finding:
     ratios = [each.received / each.mean(lambda run: run.sent_mbit) for each in known]
     verdict = AGREES if all(abs(each - 1) < LIKE for each in ratios) else DIFFERS
     return Finding(*about, f"{min(ratios):.2f} to {max(ratios):.2f} times as much", verdict)
+
+
+def _falls(about: tuple[str, str], of: Sequence[Means]) -> Finding:
+    """Of each kind of pause that cells have: do the rates that hosts send at fall for it? A pause that may be too short for
+    `utilisation.drops` to see, and was not seen, tells nothing."""
+    told, verdicts = [], []
+    for kind, every in (("checkpoint", "checkpoint_every"), ("evaluation", "evaluate_every")):
+        runs = [run for each in of if getattr(each.cell, every) for run in each.runs if run.receive_mbit > 0]
+        lengths = [length for run in runs if (length := _pause_steps(run, kind, getattr(run.cell, every)))]
+        if not lengths:
+            continue
+        seen = statistics.fmean(run.drops.get(kind, 0.0) for run in runs)
+        longest = max(lengths)
+        if seen or longest > SEEN:
+            verdicts.append(AGREES if seen else DIFFERS)
+            told.append(f"{seen:.1f} times a run for {kind}s of {longest:.1f} steps")
+        else:
+            told.append(f"{kind}s of {longest:.1f} steps are too short to see")
+    if not told:
+        return _absent(about, "data parallel cells over a link with checkpoint_every or evaluate_every")
+    if not verdicts:
+        return _absent(about, f"pause that is long enough: {', '.join(told)}")
+    return Finding(*about, ", ".join(told), DIFFERS if DIFFERS in verdicts else AGREES)
+
+
+def _pause_steps(run: Outcome, phase: str, every: int) -> float:
+    """How many steps without pauses one pause is as long as; 0 where the run was too short to have one within its steps."""
+    # A pause after a step is a part of the next one, and the first two steps do not count.
+    steps = run.steps - WARM_UP_STEPS
+    pauses = (run.steps - 1) // every - (WARM_UP_STEPS - 1) // every
+    if steps < 1 or pauses < 1:
+        return 0.0
+    usual_ms = run.step_ms - sum(run.work.get(each, 0.0) for each in ("checkpoint", "evaluation"))
+    return run.work.get(phase, 0.0) * steps / pauses / max(usual_ms, PERIOD_MS)
 
 
 # Weak scaling in data parallelism: figure 4, observations 3 and 4
@@ -454,6 +485,9 @@ def _work(phase: str) -> Callable[[Outcome], float]:
 
 MOST = 0.5
 """Of a step."""
+SEEN = 2
+"""Steps: `utilisation.drops` compares means over two of them, so a pause that is longer halves one of these wherever it lies. A
+step that is shorter than from one reading of the counters to the next counts as that long."""
 WEAK_LOSS = 0.1
 """The paper has 1 and 3 %."""
 LITTLE = 1.5

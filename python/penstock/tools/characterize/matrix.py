@@ -44,12 +44,21 @@ class Cell:
     """In which way the batch follows the ranks."""
     sequence: int
     """Tokens; 0: all that the model sees."""
+    checkpoint_every: int = 0
+    """Steps from one checkpoint to the next; 0: never."""
+    evaluate_every: int = 0
+    """The same of evaluations."""
 
     @property
     def key(self) -> str:
         """A file name: readable, and different for different cells."""
         told = f"{self.model}-{self.parallel}-{self.ranks}-{self.batch}-{self.transport}-{self.link_mbit:g}"
-        digest = hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()
+        fields = dataclasses.asdict(self)
+        # Not what a cell of an earlier matrix does not have, so that its records are found.
+        fields = {
+            name: value for name, value in fields.items() if value or name not in ("checkpoint_every", "evaluate_every")
+        }
+        digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
         return f"{told}-{digest[:8]}"
 
     def refusal(self) -> str:
@@ -68,6 +77,8 @@ class Cell:
             return "through aggregators go datagrams: give aggregated no flow_mbit"
         if self.transport == "aggregated" and self.parallel == "pipeline":
             return "a pipeline has hardly anything to sum: aggregated is for data parallel"
+        if self.evaluate_every and self.parallel == "pipeline":
+            return "the models evaluate in data parallel only: give a pipeline no evaluate_every"
         return ""
 
 
@@ -94,6 +105,8 @@ _FIELDS: dict[str, tuple[type | tuple[type, ...], Any]] = {
     "flow_mbit": ((int, float), [0]),
     "scaling": (str, ["strong"]),
     "sequence": (int, [0]),
+    "checkpoint_every": (int, [0]),
+    "evaluate_every": (int, [0]),
 }
 """Of a product: what its lists hold, and what they are when they are not given."""
 MOST = 10**9
@@ -202,6 +215,8 @@ def _cells(lists: dict[str, list[Any]], where: str, models: Sequence[str]) -> li
                 flow_mbit=float(one["flow_mbit"]),
                 scaling=one["scaling"],
                 sequence=one["sequence"],
+                checkpoint_every=one["checkpoint_every"],
+                evaluate_every=one["evaluate_every"],
             )
         )
     return made

@@ -6,11 +6,12 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
+from penstock.numbers import plural
 from penstock.tools.characterize.matrix import Cell
 from penstock.tools.characterize.results import Mean, Outcome, mean_of
 from penstock.workloads.transformer.shapes import MODELS, layers_of
 
-__all__ = ["Means", "apart", "groups", "means", "name", "network", "parameters", "size"]
+__all__ = ["Means", "apart", "groups", "means", "name", "network", "parameters", "pauses", "size"]
 
 
 class Means:
@@ -97,7 +98,15 @@ def network(cell: Cell) -> str:
 def size(cell: Cell) -> str:
     """Ranks and batch."""
     told = f"{cell.ranks} ranks, {cell.batch}" + (f" by {cell.micro_batch}" if cell.micro_batch else "")
-    return told + (f" of {cell.sequence} tokens" if cell.sequence else "")
+    return told + (f" of {cell.sequence} tokens" if cell.sequence else "") + pauses(cell)
+
+
+def pauses(cell: Cell) -> str:
+    """What interrupts its steps, if anything."""
+    told = ""
+    for what, every in (("checkpoint", cell.checkpoint_every), ("evaluation", cell.evaluate_every)):
+        told += f", {what} every {plural(every, 'step')}" if every else ""
+    return told
 
 
 def name(cell: Cell) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.numbers import plural
@@ -34,7 +35,7 @@ def page(
     found = findings(outcomes)
     judgements = [each for each in found if each.verdict != ABSENT]
     agreed = sum(each.verdict == AGREES for each in judgements)
-    problems = sorted({problem for one in outcomes for problem in one.problems})
+    problems = _problems(outcomes)
     return Page(
         kind="penstock characterize",
         answer=(
@@ -52,9 +53,18 @@ def page(
             *figures.sections(cells, limits, course_of),
             Section("Table 1: the models", [models(outcomes)]),
             Section("In numbers", [times(outcomes)]),
-            *([Section("What the records say of themselves", [problems[:20]])] if problems else []),
+            *([Section("What the profile complains of", [problems])] if problems else []),
         ],
     )
+
+
+def _problems(outcomes: Sequence[Outcome]) -> list[str]:
+    """Each complaint with the number of runs that it is of, the most first."""
+    counted = Counter(problem for one in outcomes for problem in one.problems)
+    told = [f"{text} ({plural(count, 'run')})" for text, count in counted.most_common(MOST_PROBLEMS)]
+    if len(counted) > MOST_PROBLEMS:
+        told.append(f"and {len(counted) - MOST_PROBLEMS} more, which the files of the runs hold")
+    return told
 
 
 def _setting(outcomes: Sequence[Outcome], cells: int) -> str:
@@ -62,3 +72,7 @@ def _setting(outcomes: Sequence[Outcome], cells: int) -> str:
     on = dict.fromkeys(f"{one.processors} processors ({one.machine})" for one in outcomes if one.machine)
     where = f" on {', and '.join(on)}" if on else ""
     return f"{plural(len(outcomes), 'run')} of {plural(cells, 'cell')}{where}, random tokens, one thread a rank."
+
+
+MOST_PROBLEMS = 20
+"""Complaints with numbers in them differ from run to run."""

@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,10 @@ MEASURING = "profiler"
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run of a cell. Times are means over its ranks, in ms of a mean step without what measuring it took."""
+    """One run of a cell. Times are means over its ranks, in ms of a mean step without what measuring it took.
+
+    More than 16 fields: it is one flat file, each of whose values has a name of its own.
+    """
 
     cell: Cell
     repeat: int
@@ -44,6 +47,7 @@ class Outcome:
     """What a host's link received on average; 0: not counted."""
     receive_peak_mbit: float
     problems: tuple[str, ...] = ()
+    """What the profile complains of: too few samples, counters that nobody read, clocks that are far apart."""
     sent_mbit: float = 0.0
     """What it sent on average; 0: not counted."""
     processors: int = 0
@@ -54,6 +58,8 @@ class Outcome:
     """0: not known."""
     seed: int = 0
     """Of the matrix."""
+    drops: Mapping[str, float] = field(default_factory=dict)
+    """By cause, as `utilisation.Drop` has it: how often what a host sends fell below half of what it mostly is."""
 
     @property
     def communication_ms(self) -> float:
@@ -230,14 +236,14 @@ def _cell(given: Any) -> Cell:
 
 _CELL: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("model", "parallel", "transport", "scaling"), checked.text),
-    **dict.fromkeys(("ranks", "batch", "micro_batch", "sequence"), checked.count),
+    **dict.fromkeys(("ranks", "batch", "micro_batch", "sequence", "checkpoint_every", "evaluate_every"), checked.count),
     **dict.fromkeys(("link_mbit", "flow_mbit"), checked.number),
 }
 _OUTCOME: dict[str, Callable[[Any], Any]] = {
     "cell": _cell,
     "repeat": checked.count,
     "step_ms": checked.positive,
-    **dict.fromkeys(("work", "exposed", "waits", "hidden"), checked.parts),
+    **dict.fromkeys(("work", "exposed", "waits", "hidden", "drops"), checked.parts),
     "bytes": lambda value: checked.number(value, most=1e18),
     **dict.fromkeys(("receive_mbit", "receive_peak_mbit", "sent_mbit"), checked.number),
     "problems": checked.texts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter as Counted
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,23 +18,44 @@ from typing import NamedTuple
 
 from penstock.errors import PenstockError
 from penstock.profiling.record import Record
-from penstock.profiling.utilisation import Counter, hosts
+from penstock.profiling.utilisation import Counter, Drop, drops, hosts
 from penstock.tools.bench import machine
 from penstock.tools.characterize.matrix import Cell
 from penstock.tools.characterize.results import Outcome, Rates, outcome_of
+from penstock.tools.profile.run import SAYS
 
-__all__ = ["COURSE_S", "Course", "RunFailed", "carried", "command_of", "course_of", "environment_of", "fits", "run"]
+__all__ = [
+    "COURSE_S",
+    "Course",
+    "RunFailed",
+    "carried",
+    "command_of",
+    "complaints_of",
+    "counted_drops",
+    "course_of",
+    "environment_of",
+    "fits",
+    "run",
+]
 
 
 class RunFailed(PenstockError):
     """A run came to nothing. Others may not."""
 
 
-def command_of(cell: Cell, steps: int, seed: int, *, memory: int = 0) -> list[str]:
-    """What runs the ranks of a cell; not for ``aggregated``, whose daemons come first."""
+def command_of(cell: Cell, steps: int, seed: int, *, memory: int = 0, checkpoint: str = "") -> list[str]:
+    """What runs the ranks of a cell; not for ``aggregated``, whose daemons come first.
+
+    Args:
+        checkpoint: the file name before a rank and ``.pt``, for a cell with checkpoints.
+    """
     train = ["-m", "penstock.workloads.transformer", cell.model, "--parallel", cell.parallel]
     train += ["--batch", str(cell.batch), "--micro-batch", str(cell.micro_batch), "--sequence", str(cell.sequence)]
     train += ["--steps", str(steps), "--seed", str(seed), "--memory", str(memory)]
+    if cell.checkpoint_every:
+        train += ["--checkpoint-every", str(cell.checkpoint_every), "--checkpoint", checkpoint]
+    if cell.evaluate_every:
+        train += ["--evaluate-every", str(cell.evaluate_every)]
     train += ["--backend", "gloo" if cell.transport == "gloo" else "penstock"]
     if not cell.link_mbit:
         ranks = ["--standalone", "--nproc-per-node", str(cell.ranks)]
@@ -67,12 +90,17 @@ def run(cell: Cell, repeat: int, *, steps: int, seed: int, folder: Path, timeout
     records = folder / f"{cell.key}.{repeat}"
     shutil.rmtree(records, ignore_errors=True)
     table = folder / f"{cell.key}.{repeat}.breakdown"
-    inner = command_of(cell, steps, seed + repeat)
+    checkpoint = str((folder / f"{cell.key}.{repeat}.checkpoint").absolute())
+    inner = command_of(cell, steps, seed + repeat, checkpoint=checkpoint)
     if cell.transport == "aggregated":
-        given = [json.dumps(asdict(cell)), str(steps), str(seed + repeat)]
+        given = [json.dumps(asdict(cell)), str(steps), str(seed + repeat), checkpoint]
         inner = [sys.executable, "-m", "penstock.tools.characterize.through_aggregators", *given]
     profile = [sys.executable, "-m", "penstock", "profile", "-o", str(records), "--json", str(table), "--", *inner]
-    code, said = _finished(profile, environment_of(cell, os.environ), timeout_s)
+    try:
+        code, said = _finished(profile, environment_of(cell, os.environ), timeout_s)
+    finally:
+        for path in folder.glob(f"{glob.escape(cell.key)}.{repeat}.checkpoint-*.pt"):
+            path.unlink()
     if code != 0:
         raise RunFailed(f"{cell.key} ended with status {code}; it said:\n{said[-_MOST_SAID:]}")
     from penstock.profiling.readers import load
@@ -83,12 +111,20 @@ def run(cell: Cell, repeat: int, *, steps: int, seed: int, folder: Path, timeout
         found = load(records)
         assert isinstance(found, list), "a folder of ours has records"
         outcome = outcome_of(cell, repeat, breakdown, carried(found))
+        fallen = counted_drops(drops(found, breakdown))
     except PenstockError as error:
         raise RunFailed(f"{cell.key}: {error}") from error
     finally:
         table.unlink(missing_ok=True)
     cpu = machine.describe()["hardware"]["cpu"]
-    return replace(outcome, processors=cpu["usable"], machine=cpu["model"], steps=steps, seed=seed)
+    problems = tuple(dict.fromkeys([*outcome.problems, *complaints_of(said)]))
+    about = {"processors": cpu["usable"], "machine": cpu["model"], "steps": steps, "seed": seed, "drops": fallen}
+    return replace(outcome, problems=problems, **about)
+
+
+def complaints_of(said: str) -> list[str]:
+    """What the profile says of a run that has ended well: what is missing in its record, and why that may be."""
+    return [line.removeprefix(SAYS) for line in said.splitlines() if line.startswith(SAYS)]
 
 
 def fits(cell: Cell, memory: int, *, seed: int, timeout_s: float) -> bool:
@@ -97,7 +133,7 @@ def fits(cell: Cell, memory: int, *, seed: int, timeout_s: float) -> bool:
     Raises:
         RunFailed: for another reason than memory.
     """
-    tried = replace(cell, link_mbit=0.0, flow_mbit=0.0, transport="gloo")
+    tried = replace(cell, link_mbit=0.0, flow_mbit=0.0, transport="gloo", checkpoint_every=0)
     command = command_of(tried, 2, seed, memory=memory)
     code, said = _finished(command, environment_of(tried, os.environ), timeout_s)
     if code != 0 and '"out_of_memory": true' not in said:
@@ -150,6 +186,15 @@ def carried(records: Sequence[Record]) -> Rates:
     return Rates(*(sum(each[at] for each in found) / len(found) for at in range(3))) if found else Rates()
 
 
+def counted_drops(found: Sequence[Drop]) -> dict[str, float]:
+    """How often what a host sends falls, by cause; of the host on which that cause is most frequent."""
+    counted = Counted((drop.cause or UNEXPLAINED, drop.host) for drop in found)
+    most: dict[str, float] = {}
+    for (cause, _), often in counted.items():
+        most[cause] = max(most.get(cause, 0.0), often)
+    return most
+
+
 class Course(NamedTuple):
     """What the link of a host carried over time, in Mbit/s, between readings of its counters."""
 
@@ -196,5 +241,6 @@ def _mbit(counted: Counter | None, start: int, end: int) -> list[float]:
 
 
 COURSE_S = 5.0
+UNEXPLAINED = "unexplained"
 _MOST_SAID = 10_000
 """Characters that are told of what a failed run printed last: torchrun says some thousand below the errors of its ranks."""

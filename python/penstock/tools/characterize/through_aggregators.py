@@ -1,4 +1,4 @@
-"""Runs a cell's ranks on emulated hosts whose gradients are summed on the way: ``python -m ... CELL STEPS SEED``."""
+"""Runs a cell's ranks on emulated hosts whose gradients are summed on the way: ``python -m ... CELL STEPS SEED CHECKPOINT``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 def main() -> None:
     cell, steps, seed = Cell(**json.loads(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
-    command = command_of(cell, steps, seed)
+    command = command_of(cell, steps, seed, checkpoint=sys.argv[4])
     with Cluster(cell.ranks, rate_mbit=cell.link_mbit) as cluster:
         environment = {name: value for name, value in os.environ.items() if name.startswith(("PYTHON", "PENSTOCK_"))}
         environment["PENSTOCK_DEPLOYMENT"] = cluster.deployment("int32", 256)

@@ -122,7 +122,7 @@ def command(
 
 def _say(text: str) -> None:
     """What is not the answer, on standard error. Texts of records and exceptions may hold anything."""
-    click.echo(f"penstock profile: {harmless(text)}", err=True)
+    click.echo(f"{run.SAYS}{harmless(text)}", err=True)
 
 
 def _remove_empty(folder: Path) -> None:

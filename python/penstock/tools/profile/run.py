@@ -17,7 +17,7 @@ from pathlib import Path
 from penstock.errors import Config
 from penstock.profiling.record import Record
 
-__all__ = ["complaints", "environment", "fresh_folder", "not_made", "run", "started"]
+__all__ = ["SAYS", "complaints", "environment", "fresh_folder", "not_made", "run", "started"]
 
 CHANGE = "PENSTOCK_PROFILE_CHANGE"
 """A JSON object for `recorder/changes.py`: ``backend``, ``bucket_cap_mb``, ``comm_hook``. Penstock has variables of its own."""
@@ -27,6 +27,9 @@ _OF_TERMINALS = {signal.SIGINT, signal.SIGQUIT}
 _HANDED_ON = {*_OF_TERMINALS, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _PATIENCE_S = 1.0
 """For a script to end by an interrupt that its whole group got."""
+
+SAYS = "penstock profile: "
+"""Before what the command says that is not its answer, on standard error: complaints above all."""
 
 FEW = 3
 """Samples: fewer say little on what communication waits for."""

@@ -28,6 +28,9 @@ OUT_OF_MEMORY = 3
 """Exit status of a rank that had not enough memory under ``--memory``."""
 
 
+EVALUATED = 32
+"""Micro-batches of an evaluation. Megatron-LM takes 100 by default; these take two steps of a small model or more."""
+
 NO_MEMORY = ("allocate memory", "bad_alloc", "Resource temporarily unavailable", "can't start new thread")
 """Of errors: of torch's allocator, of C++, and of threads whose stacks find no room."""
 
@@ -79,7 +82,8 @@ def _train(args: argparse.Namespace) -> None:
         if args.evaluate_every and (number + 1) % args.evaluate_every == 0 and args.parallel == "data":
             trained.model.eval()
             with torch.no_grad():
-                trained.model([tokens[0]], targets[0])
+                for _ in range(EVALUATED):
+                    trained.model([tokens[0]], targets[0])
             trained.model.train()
         if args.checkpoint_every and (number + 1) % args.checkpoint_every == 0 and args.checkpoint:
             torch.save(trained.model.state_dict(), f"{args.checkpoint}-{rank}.pt")

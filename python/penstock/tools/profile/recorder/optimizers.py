@@ -26,6 +26,8 @@ class Optimizers:
         """On which they step."""
         self._outer = 0
         """How many began before the backward pass that runs."""
+        self.is_pass_last = False
+        """Whether the step ends where that pass ends: one has stepped in a hook of it."""
 
     def begins(self, caller: types.FrameType) -> bool:
         """Whether it is the outermost."""

@@ -68,8 +68,6 @@ class Recording:
         self._optimizers = Optimizers()
         self._pass: types.FrameType | None = None
         """What called the backward pass that runs."""
-        self._is_due = False
-        """Whether the step ends where the backward pass ends: an optimizer has stepped in a hook of it."""
         self._is_over = False
         self._events: dict[str, int] = {}
         identity.describe(torch)
@@ -142,8 +140,8 @@ class Recording:
         self._optimizers.pass_ends()
         if now_ns > self.sampling.until_ns:
             self.sampling.too_long(self.calls)
-        if self._is_due:
-            self._is_due = False
+        if self._optimizers.is_pass_last:
+            self._optimizers.is_pass_last = False
             self._end_step()
 
     def optimizer_begins(self, caller: types.FrameType) -> None:
@@ -162,7 +160,7 @@ class Recording:
         """An optimizer has stepped, or a GradScaler has found that it must not."""
         if self.iterations.stepped(optimizer):
             if self.is_in_pass():
-                self._is_due = True
+                self._optimizers.is_pass_last = True
             else:
                 self._end_step()
 
