@@ -740,6 +740,65 @@ def test_groups_aggregation_and_complaints_are_metrics_too() -> None:
     assert told["segments_retransmitted_per_s"] == 4
 
 
+def running_operation(coflow: int, nbytes: int, ended_s_ago: float | None = None) -> dict[str, Any]:
+    told = {"operation": "all_reduce", "group": "0", "issued_s_ago": 0.5, "waits_for": None}
+    return {**told, "coflow": coflow, "bytes": nbytes, "ended_s_ago": ended_s_ago}
+
+
+def test_coflows_under_way() -> None:
+    """By their numbers: operations and bytes of what has not ended, the largest first and a few of many; of all ranks together in
+    the table, and without a label for each number as a metric."""
+    mine = own.Own(0, ["lo"], Counts(), own.Complaints())
+    operations = [running_operation(7, 100), running_operation(9, 5000), running_operation(7, 200)]
+    operations += [running_operation(0, 1 << 30), running_operation(8, 1 << 30, 0.1)]
+    mine.see_operations({"operations": operations}, 1.0)
+    numbers = mine.look(None, 1.0)
+    assert (numbers["coflows"], numbers["coflows_active"]) == ([[9, 1, 5000], [7, 2, 300]], 2)
+    told = {name: numbers[name] for name in ("coflows", "coflows_active")}
+    seen = fed(3, numbers=lambda rank: told if rank < 2 else {})
+    [table] = [table for table in shown.event(seen)["tables"] if table["title"] == "Coflows"]
+    assert table["rows"] == [["9", "2", "2", "9.77 KiB"], ["7", "2", "4", "600 B"]] and "largest" not in table["note"]
+    values = parsed(metrics.text(seen))
+    assert [values.get(f'penstock_coflows_active{{rank="{rank}"}}') for rank in range(3)] == [2, 2, None]
+
+    mine.see_operations({"operations": [running_operation(number, number) for number in range(1, 1025)]}, 2.0)
+    numbers = mine.look(None, 2.0)
+    assert [row[0] for row in numbers["coflows"]] == list(range(1024, 1016, -1)) and numbers["coflows_active"] == 1024
+    seen = fed(1, numbers=lambda _: {name: numbers[name] for name in told})
+    [table] = [table for table in shown.event(seen)["tables"] if table["title"] == "Coflows"]
+    assert len(table["rows"]) == 8 and table["note"].endswith("The largest; a rank has 1024.")
+
+    mine.see_operations({"operations": operations[3:]}, 3.0)
+    seen = fed(1, numbers=lambda _: {name: mine.look(None, 3.0)[name] for name in told})
+    assert "Coflows" not in [table["title"] for table in shown.event(seen)["tables"]]
+
+
+def test_a_coflow_of_a_job_is_shown(tmp_path: pathlib.Path) -> None:
+    """On the page and with `penstock top`, while rank 0 waits for its operations."""
+    with job(tmp_path, _in_coflows, args=(str(tmp_path),)) as (running_job, url):
+        seen = until(follow(url), lambda event: any(table["title"] == "Coflows" for table in event["tables"]))
+        [table] = [table for table in seen["tables"] if table["title"] == "Coflows"]
+        assert table["rows"] == [["9", "1", "1", "3.91 KiB"], ["7", "1", "2", "800 B"]]
+        told = top("--once", url)
+        assert told.exit_code == 0 and "Coflows" in told.output and "3.91 KiB" in told.output, told.output
+        (tmp_path / "stop").touch()
+        assert all(outcome.ok for outcome in running_job.outcomes(timeout_s=30))
+
+
+def _in_coflows(folder: str) -> None:
+    """Rank 1 comes to the operations when a file is there."""
+    dist.init_process_group("penstock")
+    if dist.get_rank() == 1:
+        wait_for(pathlib.Path(folder, "stop").exists, "stop")
+    works = []
+    for coflow, elements in ((7, 100), (9, 1000), (7, 100)):
+        with penstock.priority(128, coflow=coflow):
+            works.append(dist.all_reduce(torch.ones(elements), async_op=True))
+    for work in works:
+        work.wait()
+    dist.destroy_process_group()
+
+
 def test_channels_of_the_same_name_are_told_apart() -> None:
     """As two reducers have them; also names that are cut."""
     channel = {"name": "buckets", "issued": 3, "active": 0, "failed": None}
@@ -1015,6 +1074,8 @@ def BUSY(rank: int, look: int) -> dict[str, Any]:
         ],
         "groups": [["0", 3, 12345, 4, None], ["0/buckets", 3, 2345, 2, None]],
         "aggregated": [["0/buckets", "10.77.2.1:5400", "10.77.1.1:5400", 81_200_000, 3, 0, None]],
+        "coflows_active": 2,
+        "coflows": [[1000 + look, 4, 41_943_040], [999 + look, 1, 8192]],
         "complaints": [[1.7e9, "PENSTOCK_CHECK=slow: in the last 20 steps rank 1 was last in 20 of 20"]],
     }
 

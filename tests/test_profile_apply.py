@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import click.testing
 import pytest
@@ -13,6 +15,8 @@ import pytest
 import forked
 import profiles
 from penstock.profiling.advice import Advice
+from penstock.profiling.causes import Cause
+from penstock.profiling.divide import divide
 from penstock.profiling.predict import Prediction
 from penstock.tools.profile import cli, run
 
@@ -167,13 +171,100 @@ def test_a_change_of_a_gradient_reducer(
 
 def test_ranks_of_other_hosts_are_not_changed_apart(tmp_path: pathlib.Path) -> None:
     """Each host's command would choose for itself, and the ranks would not fit each other."""
-    best = Prediction("buckets", "bucket_cap_mb=4", 2.0, 1.0, 0.0, "", {"bucket_cap_mb": 4})
-    advice = Advice((), (best,))
+    advice = Advice((), (FOUR_MIB,))
     for records in (profiles.data_parallel(2, hosts=("one-0a", "two-0b")), profiles.data_parallel(2)[:1]):
         with click.testing.CliRunner().isolation() as (_, error, *_rest):
             assert cli._apply(["false"], tmp_path / "profile", records, advice) == 0
             assert b"there were ranks of other hosts" in error.getvalue()
     assert not list(tmp_path.iterdir())
+
+
+class Applied(NamedTuple):
+    """What `--apply` made of some advice."""
+
+    settings: list[Mapping[str, Any]]
+    """Of each run that it started."""
+    said: list[str]
+    problems: str
+
+
+@pytest.fixture
+def applied(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As if the command were run again: a step is then shorter."""
+
+    def applied(advice: Advice) -> Applied:
+        before = profiles.data_parallel(2, hosts=("one-0a", "one-0b"))
+        after = profiles.data_parallel(2, hosts=("one-0a", "one-0b"), forward_ns=4_000_000, backward_ns=30_000_000)
+        runs: list[Mapping[str, Any]] = []
+        monkeypatch.setattr(cli.run, "run", lambda command, folder, settings: runs.append(settings) or 0)
+        monkeypatch.setattr(cli.run, "not_made", lambda folder, settings: [])
+        monkeypatch.setattr(cli, "_load", lambda folder: after)
+        with click.testing.CliRunner().isolation() as (output, error, *_rest):
+            assert cli._apply(["false"], tmp_path / "profile", before, advice) == 0
+            return Applied(runs, output.getvalue().decode().splitlines(), error.getvalue().decode())
+
+    return applied
+
+
+MS = 1e6
+TWICE = Prediction("twice the link", "", 100 * MS, 40 * MS, 0.0, "")
+EVEN = Prediction("no straggler", "", 100 * MS, 50 * MS, 0.0, "", {}, "straggler")
+INTERLEAVED = Prediction("an interleaved schedule", "ScheduleInterleaved1F1B", 100 * MS, 55 * MS, 0.0, "", {}, "bubble")
+FOUR_MIB = Prediction("buckets of 4 MiB", "bucket_cap_mb=4", 100 * MS, 60 * MS, 0.05, "", BUCKETS, "small buckets")
+SLOW = Cause("straggler", "wait", "the others wait 62 ms", "look at its device", 62 * MS, 60 * MS, 3)
+THREADS = {"PENSTOCK_IO_THREADS": "4"}
+COPIES = Cause("memory copies", "wire", "1 of 2", "PENSTOCK_IO_THREADS=4 if cores are free", 90 * MS, settings=THREADS)
+
+
+def test_what_is_skipped_is_said(applied: Any) -> None:
+    """What ranks before the change that is made: in one line, each with its place and why; nothing where none does."""
+    done = applied(Advice((SLOW, COPIES), (TWICE, EVEN, INTERLEAVED, FOUR_MIB)))
+    assert done.settings == [BUCKETS]
+    skipped, again, told = done.said
+    assert skipped == (
+        "better-ranked, and skipped: 1. twice the link (no setting can do that: it takes a faster link between the hosts); "
+        "2. no straggler (no setting can do that: look at rank 3); 3. an interleaved schedule (it changes the script or the "
+        "cluster); 4. cheaper copies (no gain is predicted)"
+    )
+    assert again == "again, with buckets of 4 MiB (bucket_cap_mb=4) ..."
+    times = re.fullmatch(r"a step takes (\S+) ms instead of (\S+); predicted were (\S+) ±5 %, (\S+)% too few", told)
+    assert times is not None, told
+    took, before, predicted, miss = map(float, times.groups())
+    assert predicted == pytest.approx(0.6 * before, abs=0.1) and miss == pytest.approx(
+        100 * (1 - predicted / took), abs=0.2
+    )
+    assert applied(Advice((), (FOUR_MIB,))).said == [again, told]
+
+
+def test_times_are_compared_without_what_the_profiler_takes() -> None:
+    """It takes more in one run than in another."""
+    held_up = {(rank, number): 30_000_000 for rank in range(2) for number in (4, 7)}
+    plain, profiled = profiles.data_parallel(2), profiles.data_parallel(2, profiler_ns=held_up)
+    assert divide(profiled).shares[0].work["profiler"] > 5e6
+    assert cli._step_ns(profiled) == pytest.approx(cli._step_ns(plain), rel=0.01)
+
+
+@pytest.mark.parametrize("gain_ns", [None, 12 * MS])
+def test_a_setting_without_a_prediction(applied: Any, gain_ns: float | None) -> None:
+    """Is made where nothing that is predicted can be, and no gain is claimed but the rule's."""
+    cause = dataclasses.replace(COPIES, gain_ns=gain_ns, cost_ns=24 * MS)
+    done = applied(Advice((cause,), (TWICE,)))
+    assert done.settings == [THREADS]
+    skipped, again, told = done.said
+    assert skipped.startswith("better-ranked, and skipped: 1. twice the link (no setting can do that: it takes")
+    assert again == "again, cheaper copies (PENSTOCK_IO_THREADS=4) ..."
+    rule = " (its rule expected 12.0 ms less, at most)" if gain_ns else ""
+    assert re.fullmatch(rf"a step takes \S+ ms instead of \S+; no gain was predicted{re.escape(rule)}", told), told
+
+
+def test_nothing_that_can_be_made(applied: Any) -> None:
+    """The command is not run again, and why each change was skipped is said."""
+    done = applied(Advice((SLOW,), (TWICE, EVEN)))
+    assert not done.settings and "no change that --apply can make" in done.problems
+    assert done.said == [
+        "skipped: 1. twice the link (no setting can do that: it takes a faster link between the hosts); "
+        "2. no straggler (no setting can do that: look at rank 3)"
+    ]
 
 
 def test_a_folder_that_cannot_take_the_second_run_is_refused_first(

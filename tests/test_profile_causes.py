@@ -135,6 +135,33 @@ def test_gloo_has_no_setting_for_more_streams() -> None:
         assert (found.kind, found.change.startswith(change)) == ("flow cap", True), found
 
 
+@pytest.mark.parametrize(
+    ("threads", "cores", "settings"), [(4, 2, {"OMP_NUM_THREADS": "2"}), (2, 2, {}), (None, 2, {})]
+)
+def test_fewer_threads_where_there_are_too_many(threads: int | None, cores: int, settings: dict[str, str]) -> None:
+    """Against a crowded processor, if ranks have more threads than their host has cores; where they have not, or nobody knows, no
+    setting is named."""
+    job, _ = planted_records.drawn("contention", 0)
+    records, breakdown = planted_records.played(job)
+    for record in records:
+        record.header.about.update(threads=threads, cores=cores)
+    found = causes.find(records, breakdown)[0]
+    assert found.kind == "contention" and found.settings == settings, found
+    assert ("OMP_NUM_THREADS=2" in found.change) == bool(settings)
+
+
+def test_settings_are_those_of_the_change() -> None:
+    """What `--apply` would set is what the text says."""
+    job, _ = planted_records.drawn("one-flow cap", 0)
+    records, breakdown = planted_records.played(job)
+    for backend in ("penstock", "gloo", "nccl"):
+        for record in records:
+            record.header.about["backend"] = backend
+        found = causes.find(records, breakdown)[0]
+        streams = {"PENSTOCK_STREAMS": found.change.removeprefix("PENSTOCK_STREAMS=")}
+        assert found.settings == {"penstock": streams, "gloo": {"backend": "penstock"}, "nccl": {}}[backend]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_job_without_a_fault_computes(seed: int) -> None:
     """If communication is hidden, nothing is found but that ranks compute."""
@@ -263,12 +290,18 @@ def test_ranks_of_one_host_have_no_link() -> None:
                 if job.seed == 1 and name.startswith("streams.") and record.header.pid == 1:
                     reading.values[name.replace("eth0", "lo")] = value
     found = causes.find(records, breakdown)[0]
-    assert found.kind == "memory copies" and "PENSTOCK_SHM=1" in found.change
+    assert found.kind == "memory copies" and "PENSTOCK_SHM=1" in found.change and found.settings == {}
+    for record in records:
+        record.header.about["backend"] = "gloo"
+    assert causes.find(records, breakdown)[0].settings == {"backend": "penstock"}
     for record in records:
         for reading in record.readings:
             for name in [name for name in reading.values if name.startswith("streams.")]:
                 del reading.values[name]
-    assert "PENSTOCK_IO_THREADS" in causes.find(records, breakdown)[0].change
+    for record in records:
+        record.header.about["backend"] = "penstock"
+    found = causes.find(records, breakdown)[0]
+    assert "PENSTOCK_IO_THREADS" in found.change and found.settings == {"PENSTOCK_IO_THREADS": "4"}
 
 
 @pytest.mark.parametrize("has_events", [True, False])

@@ -85,6 +85,10 @@ def test_a_script_and_its_record(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stderr
     for word in ("forward", "backward", "clip", "optimizer", "the records are in"):
         assert word in done.stdout, done.stdout
+    first, below = done.stdout.split("Where a step goes", 1)
+    lines = first.splitlines()
+    assert lines[0].startswith("Rank 0 ") and any(line.startswith("rank 0  ") and " ms, " in line for line in lines)
+    assert sum(line.startswith("Next: ") for line in lines) == 1 and "Next: " not in below
     assert "nothing was recorded" not in done.stderr and "ends early" not in done.stderr
     outputs = {"--html": "report.html", "--perfetto": "trace.json", "--csv": "table.csv", "--json": "table.json"}
     outputs["--kineto"] = "traces"
@@ -216,7 +220,8 @@ def test_the_case_of_the_page(tmp_path: pathlib.Path, root: pathlib.Path) -> Non
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     said = " ".join(done.stdout.split())
     assert done.returncode == 0, said + done.stderr
-    assert "a flow gets" in said[said.index(" 1. ") : said.index(" Change: ")], said
+    assert "Next: With the penstock backend a step should take" in said, said
+    assert "- eth0 of" in said and "a flow gets" in said[: said.index(" Numbers: ")], said
     assert "again, with the penstock backend" in said
     told = re.search(r"a step takes ([\d.]+) ms instead of ([\d.]+); predicted were ([\d.]+)", said)
     assert told is not None, said

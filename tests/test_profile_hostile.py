@@ -26,8 +26,8 @@ from penstock.profiling.readers import load
 from penstock.profiling.readers.source import Text
 from penstock.profiling.record import Record
 from penstock.tools.profile import command as profile_command
+from penstock.tools.profile import report
 from penstock.tools.profile.run import complaints
-from penstock.tools.profile.shown import table
 from profiled import LOG, NEWER, check_sums, loaded, written
 
 
@@ -306,7 +306,7 @@ def mutations(whole: bytes, random_of: random.Random) -> Iterator[bytes]:
 def check(found: list[Record] | Breakdown) -> None:
     """What a reader returns can be shown, written and read again."""
     if isinstance(found, Breakdown):
-        table(found)
+        report.text(found, [])
         check_sums(found.shares)
         return
     for one in found:

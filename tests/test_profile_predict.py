@@ -57,8 +57,8 @@ def test_a_wait_is_for_all_that_ended_in_it(seed: int) -> None:
     assert one == pytest.approx(count * 1_000_000 * (1 + per_byte_ns) + 300_000, rel=5e-3)
 
 
-def test_what_the_profiler_takes_stays() -> None:
-    """Steps in which torch's profiler stops are longer by that, and a faster link does not change it."""
+def test_what_the_profiler_takes_is_left_out() -> None:
+    """Steps in which torch's profiler stops are longer by that, which is no part of what is predicted."""
     ends = [round(2e6 + 40e6)]
     records = shared(ends, step_ns=ends[0] + 1_000_000, nbytes=4_000_000)
     for record in records:
@@ -69,12 +69,11 @@ def test_what_the_profiler_takes_stays() -> None:
         record.steps.append(stop)
     breakdown = divide(records)
     found = {each.change: each for each in advise(records, breakdown, everything=True).predictions}["twice the link"]
-    step_ns = breakdown.shares[0].step_ns
+    step_ns = breakdown.shares[0].step_ns - 15_000_000
     assert breakdown.shares[0].work["profiler"] == pytest.approx(15_000_000)
     told = {each.change: each for each in predict(records)}["twice the link"]
     assert found.before_ns == pytest.approx(step_ns)
-    assert found.after_ns == pytest.approx(15_000_000 + (step_ns - 15_000_000) / told.gain)
-    assert found.after_ns > 1.1 * step_ns / told.gain
+    assert found.after_ns == pytest.approx(step_ns / told.gain)
 
 
 def alike(

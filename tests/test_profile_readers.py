@@ -17,7 +17,7 @@ from penstock.profiling.intervals import clipped
 from penstock.profiling.matching import canonical
 from penstock.profiling.readers import load, megatron
 from penstock.profiling.record import Header, Readings, Step
-from penstock.tools.profile.shown import table
+from penstock.tools.profile import report
 from profiled import LOG, NEWER, check_sums, loaded, summed, written
 
 
@@ -289,7 +289,7 @@ def test_a_log_tells_the_bubble() -> None:
     moved = share.communication["pipeline forward recv"]
     assert moved.exposed_wait_ns == pytest.approx(508.8e6) and moved.exposed_wire_ns == pytest.approx(6.65e6)
     assert any("The bubble is 75.0% of an iteration" in note for note in found.notes)
-    assert table(found).startswith("Rank 63 stands still for 76% of a step of 2.74 s: 75% wait")
+    assert report.text(found, []).startswith("Rank 63 stands still for 76% of a step of 2.74 s: 75% wait")
 
 
 def test_a_log_without_arguments_needs_the_number_of_stages(tmp_path: pathlib.Path) -> None:
@@ -343,7 +343,7 @@ def test_the_inspectors_files_have_sums_only(tmp_path: pathlib.Path) -> None:
     moved = found.shares[1].communication["all_reduce"]
     assert (moved.operations, moved.bytes, moved.hidden_wire_ns) == (5, 5 << 30, 20e6)
     assert any("all_reduce: bus bandwidth 470.0 GB/s" in note for note in found.notes)
-    assert "have no steps" in table(found) and "268.44 GB/s" in table(found)
+    assert "have no steps" in report.text(found, []) and "268.44 GB/s" in report.text(found, [])
     check_sums(found.shares)
 
 

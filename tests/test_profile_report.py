@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import pathlib
 import random
@@ -10,9 +11,11 @@ import re
 import xml.etree.ElementTree
 
 import pytest
+from rich.console import Console
 
 import planted_records
 import profiled
+from penstock.profiling import causes, writers
 from penstock.profiling.advice import Advice
 from penstock.profiling.breakdown import PHASES, PURPOSES, Breakdown, Moving, Share
 from penstock.profiling.causes import Cause
@@ -20,8 +23,9 @@ from penstock.profiling.predict import Prediction
 from penstock.profiling.readers import load
 from penstock.profiling.record import Operation, Readings, Record, Wait
 from penstock.reports import Axis, Bars, Lines, Picture, Row, Stretch, Table, Timeline, render, timeline
+from penstock.reports.terminal import print_first_screen
 from penstock.tools.profile import report, steps
-from penstock.tools.profile.shown import answer, communication, division, table, unit, waited_for
+from penstock.tools.profile.shown import answer, communication, division, left_out, unit, waited_for
 
 MS = profiled.MS
 
@@ -68,7 +72,7 @@ def moving(purpose: str = "data-parallel sync", *, wire_ms: float = 0, wait_ms: 
 def test_the_answer_says_what_is_lost_and_to_what(breakdown: Breakdown, want: str) -> None:
     """Shares of the mean step: the larger first, what it is for, and for whom the others wait if that is one rank."""
     assert answer(breakdown) == want
-    assert " ".join(table(breakdown).split()).startswith(want)
+    assert report.text(breakdown, []).startswith(f"{want}\n")
 
 
 # -------------------------------------------------------------------------------------------------------------- the table
@@ -80,16 +84,64 @@ def cells(shown: Table) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 5, 64, 1000])
 def test_a_table_fits_a_terminal(ranks: int) -> None:
-    """80 columns whatever the number of ranks, and its rows sum to the step in every column."""
+    """80 columns whatever the number of ranks, but for the sentences of the first screen, which the terminal breaks itself; and
+    its rows sum to the step in every column."""
     found = profiled.breakdown(ranks, ranks // 2)
-    shown = table(found)
-    assert max(map(len, shown.splitlines())) <= 80 and len(shown.splitlines()) < 45
+    lines = report.text(found, []).splitlines()
+    below = lines[lines.index("Where a step goes") :]
+    assert max(map(len, below)) <= 80 and len(below) < 45
+    assert max(map(len, lines[1 : next(at for at, line in enumerate(lines) if line.startswith("Next: "))])) <= 80
     rows = cells(division(found))
     for column in [0] if ranks > 4 else [0, *range(2, len(rows["whole step"]))]:
         parts = sum(float(row[column]) for name, row in rows.items() if name != "whole step")
         assert parts == pytest.approx(float(rows["whole step"][column]), abs=0.3)
     percents = sum(int(row[1].rstrip("%")) for name, row in rows.items() if name != "whole step")
     assert 96 <= percents <= 104
+
+
+def test_the_terminal_begins_with_the_first_screen() -> None:
+    """That of the page: the answer, the bars, what to see in them, the next step. What it says stands nowhere below."""
+    found, records = profiled.breakdown(4), profiled.records(4)
+    cause = Cause("link", "wire", "the link is full", "half the bytes", 61e6, 30e6, numbers={"share_of_limit": 0.9})
+    better = Prediction("16 streams", "PENSTOCK_STREAMS=16", 212e6, 150e6, 0.1, "numbers", {"PENSTOCK_STREAMS": "16"})
+    for advice in (Advice((cause,), (better,)), Advice((cause,), ())):
+        told = report.text(found, records, advice)
+        out = io.StringIO()
+        page = report.page(found, records, advice)
+        print_first_screen(page, Console(file=out, width=80, color_system=None))
+        assert told.startswith(out.getvalue()) and f"Next: {page.next.text}\n    {page.next.command}" in told
+        for said in (page.answer, page.picture.see, page.next.text, page.next.command):
+            assert told.count(said) == 1, said
+        assert "1. " + advice.changes[0].what + ": the next step above." in told
+        assert "Numbers: of limit 90%." in told  # of the cause, also where its sentence is the next step
+
+
+def measured(profiler_ms: float) -> Breakdown:
+    """A step of 141 ms, of which the profiler takes as much, and the rank stands still for 10."""
+    work = {"backward": (131 - profiler_ms) * MS, "profiler": profiler_ms * MS}
+    return alone(step_ns=141.0 * MS, work=work, communication=moving(wire_ms=10))
+
+
+def test_percentages_are_without_what_the_profiler_takes() -> None:
+    """In the answer, the bars, the tables and the causes; how much that is, is said once, unless it is 2 % or less."""
+    found = measured(65)
+    assert answer(found) == "Rank 0 stands still for 13% of a step of 76 ms: 13% wire of data-parallel sync"
+    rows = cells(division(found))
+    assert rows["whole step"] == ["141.0", "-"] and rows["profiler"] == ["65.0", "-"]
+    assert rows["backward"] == ["66.0", "87%"] and rows["data-parallel sync: wire"] == ["10.0", "13%"]
+    chart = pictures(found, [])["step"].chart
+    assert isinstance(chart, Bars) and chart.bars[0].told == "76.0 ms, 13% still"
+    said = "The profiler itself takes 65 ms of a step of 141 ms, 46%: all percentages are without it."
+    told = report.text(found, [])
+    assert " ".join(told.split()).count(said) == 1 and told.count("The profiler") == 1
+    page = report.page(found, [])
+    assert page.setting.endswith(said) and render(page).count("The profiler itself") == 1
+    assert [card.number for card in page.cards[:2]] == ["76 ms", "13%"]
+    assert left_out(measured(2.5)) == "" and left_out(measured(3.0)) != ""
+    # 3 ms of loading are more than 3 % of the step, though not of one with the profiler.
+    shares = [dataclasses.replace(one, work={**one.work, "loading": 3.0 * MS}) for one in found.shares]
+    [loader, *_] = causes.find([], Breakdown(tuple(shares)))[1:]
+    assert loader.kind == "loader"
 
 
 def test_many_ranks_are_least_median_and_most() -> None:
@@ -229,6 +281,59 @@ def test_the_next_step_follows_from_the_largest_part(breakdown: Breakdown, want:
     assert report.page(breakdown, [], Advice((link,), (better,))).next == first
 
 
+def test_one_list_of_changes() -> None:
+    """Predictions, and causes that none is about, by what they bring; each with its setting, or with that there is none."""
+    before = 212.0 * MS
+    twice = Prediction("twice the link", "", before, 100.0 * MS, 0.0, "")
+    even = Prediction("no straggler", "", before, 150.0 * MS, 0.0, "", {}, "straggler")
+    streams = {"PENSTOCK_STREAMS": "16"}
+    flows = Prediction("16 streams", "PENSTOCK_STREAMS=16", before, 180.0 * MS, 0.0, "", streams, "flow cap")
+    slow = Cause("straggler", "wait", "the others wait 62 ms", "look at its device", 62.0 * MS, 60.0 * MS, 3)
+    cap = Cause("flow cap", "wire", "a flow gets 9 Mbit/s", "PENSTOCK_STREAMS=16", 40.0 * MS, 32.0 * MS)
+    threads = {"PENSTOCK_IO_THREADS": "4"}
+    copies = Cause("memory copies", "wire", "1 of 2", "PENSTOCK_IO_THREADS=4", 90.0 * MS, settings=threads)
+    compute = Cause("compute", "compute", "2 of 3", "faster devices", 100.0 * MS)
+    advice = Advice((slow, compute, cap, copies), (twice, even, flows))
+    assert [(each.what, each.obstacle) for each in advice.changes] == [
+        ("twice the link", "no setting can do that: it takes a faster link between the hosts"),
+        ("no straggler", "no setting can do that: look at rank 3"),
+        ("cheaper copies", ""),
+        ("16 streams", ""),
+    ]
+    assert [each.gain_ns for each in advice.changes] == pytest.approx([112.0 * MS, 62.0 * MS, None, 32.0 * MS])
+    told = " ".join(report.text(profiled.breakdown(4), [], advice).split())
+    assert "1. twice the link: no setting can do that: it takes a faster link between the hosts." in told
+    assert (
+        "2. no straggler: the next step above. 3. cheaper copies: PENSTOCK_IO_THREADS=4. 4. 16 streams: PENST" in told
+    )
+    assert "3. cheaper copies - - -" in told and "4. 16 streams 180.0 ±0 % 1.18×" in told
+    assert report.page(profiled.breakdown(4), [], advice).next.command == "look at its device"
+    # What nothing can be done about has no place in the list, and says elsewhere what to do.
+    assert "To change it: faster devices." in told
+
+
+def test_the_json_has_the_list(tmp_path: pathlib.Path) -> None:
+    """Beside the breakdown, which reads as without it."""
+    copies = Cause("memory copies", "wire", "1 of 2", "try it", 90.0 * MS, settings={"PENSTOCK_IO_THREADS": "4"})
+    twice = Prediction("twice the link", "", 212.0 * MS, 100.0 * MS, 0.1, "")
+    found = profiled.breakdown(2)
+    writers.json(found, tmp_path / "table.json", Advice((copies,), (twice,)).changes)
+    assert writers.from_json(tmp_path / "table.json") == found
+    first, second = json.loads((tmp_path / "table.json").read_text())["changes"]
+    assert first == {
+        "change": "twice the link",
+        "how": "",
+        "settings": {},
+        "no_setting": "no setting can do that: it takes a faster link between the hosts",
+        "gain_ns": 112.0 * MS,
+        "predicted_step_ns": 100.0 * MS,
+        "error": 0.1,
+        "cause": None,
+    }
+    assert second["settings"] == {"PENSTOCK_IO_THREADS": "4"} and second["gain_ns"] is second["error"] is None
+    assert (second["cause"], second["no_setting"]) == ("memory copies", "")
+
+
 def test_what_a_rule_compared_is_shown() -> None:
     """On the terminal in a line below the cause, in the report in a column; each number with the unit that its name has."""
     compared = {
@@ -244,10 +349,12 @@ def test_what_a_rule_compared_is_shown() -> None:
     advice = Advice((cause, dataclasses.replace(cause, numbers={})))
     want = "own per step 3 MiB, on wire 180 Mbit/s, of limit 90%, resent 0.4%, window 0%, per operation 1.25 ms, "
     want += "streams to a peer 16"
-    lines = table(profiled.breakdown(2), advice).splitlines()
+    lines = report.text(profiled.breakdown(2), [], advice).splitlines()
     assert f"Numbers: {want}." in " ".join(" ".join(lines).split())
     assert sum("Numbers:" in line for line in lines) == 1
-    assert lines[next(at for at, line in enumerate(lines) if "Numbers:" in line) - 1] == "1. the link is full."
+    assert (
+        lines[next(at for at, line in enumerate(lines) if "Numbers:" in line) - 1] == "- As the next step above says."
+    )
     assert want in render(report.page(profiled.breakdown(2), [], advice))
 
 
@@ -289,8 +396,10 @@ def test_any_breakdown_has_a_table_and_a_page(seed: int) -> None:
     records = [profiled.record(rank, 200, steps=random_of.randrange(4)) for rank in random_of.sample(range(100), 3)]
     for each in records:
         each.samples = [one for one in each.samples if random_of.random() < 0.7]
-    shown = table(found)
-    assert max(map(len, shown.splitlines())) <= 80 and "nan" not in shown
+    shown = report.text(found, records)
+    assert (
+        "nan" not in shown and max(len(line) for line in shown.splitlines()[1:] if not line.startswith("Next: ")) <= 80
+    )
     page = report.page(found, records)
     assert page.answer.startswith(shown.split(" ")[0])
     for picture in pictures(found, records).values():

@@ -66,6 +66,7 @@ def text(job: Snapshot) -> str:
         ),
         ("straggler_late_seconds", "gauge", "How long the others wait for this rank, a step.", late),
         ("operations_active", "gauge", "Operations under way.", of_ranks("active")),
+        ("coflows_active", "gauge", "Coflows with operations under way.", of_ranks("coflows_active")),
         ("operations_per_second", "gauge", "Operations that end.", of_ranks("finished_per_s")),
         ("tensor_bytes_per_second", "gauge", "Of operations that end.", of_ranks("reduced_per_s")),
         ("sent_bytes_per_second", "gauge", "Over TCP.", of_ranks("sent_per_s")),

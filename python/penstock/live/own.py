@@ -101,6 +101,8 @@ class Own:
             first = max(running, key=lambda one: one["issued_s_ago"])
             what = f"{first['operation']} of group {first['group']}"
             self._operations["waits"] = [what[:_TEXT], first["issued_s_ago"], (first["waits_for"] or "")[:_TEXT]]
+        coflows = _coflows(running)
+        self._operations |= {"coflows_active": len(coflows), "coflows": coflows[:_COFLOWS]}
 
     def _peers(self, peers: Sequence[dict[str, Any]], seconds: float) -> tuple[list[Any], dict[str, float]]:
         """The busiest peers, each as a list: rank, medium, streams, bytes sent and received a second, longest round trip, lowest
@@ -232,6 +234,17 @@ def retransmitted() -> float:
         return 0.0
 
 
+def _coflows(running: Iterable[dict[str, Any]]) -> list[list[Any]]:
+    """Those with the most bytes first: number, operations under way, bytes of their tensors."""
+    found: dict[int, list[Any]] = {}
+    for one in running:
+        if one["coflow"]:
+            row = found.setdefault(one["coflow"], [one["coflow"], 0, 0])
+            row[1] += 1
+            row[2] += one["bytes"]
+    return sorted(found.values(), key=lambda row: (-row[2], row[0]))
+
+
 def _groups(groups: Sequence[dict[str, Any]]) -> list[list[Any]]:
     """Those with the most under way: name, ranks, operations issued, under way, why it failed."""
     rows: dict[str, list[Any]] = {}
@@ -272,6 +285,7 @@ _NAME = 60
 _PEERS = 8
 _GROUPS = 8
 _SERVERS = 8
+_COFLOWS = 8
 # The flight record has as many operations at most.
 _RECORDED = 1024
 # Older operations say nothing about now.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock import numbers
-from penstock.live.view import Heard, Snapshot
+from penstock.live.view import Heard, Snapshot, coflows
 
 __all__ = ["event"]
 
@@ -25,7 +25,11 @@ def event(job: Snapshot) -> dict[str, Any]:
         "cards": _cards(job),
         "history": [round(1e3 * each, 3) for each in job.history],
         "span": _span(job.history),
-        "tables": [table for table in (_ranks(job), _streams(job), _groups(job), _aggregated(job)) if table["rows"]],
+        "tables": [
+            table
+            for table in (_ranks(job), _streams(job), _groups(job), _coflows(job), _aggregated(job))
+            if table["rows"]
+        ],
         "complaints": [
             f"{time.strftime('%H:%M:%S', time.localtime(when))} rank {rank}: {text}"
             for when, rank, text in job.complaints
@@ -211,6 +215,24 @@ def _groups(job: Snapshot) -> dict[str, Any]:
     }
 
 
+def _coflows(job: Snapshot) -> dict[str, Any]:
+    """Those with the most bytes under way."""
+    found = coflows(job)
+    note = "What belongs to a coflow (penstock.priority) and was under way at the last look, of all ranks together."
+    most = max((each.numbers["coflows_active"] or 0 for each in job.ranks if each.numbers is not None), default=0)
+    if max(most, len(found)) > min(_MOST_COFLOWS, len(found)):
+        note += f" The largest; a rank has {most:.0f}."
+    return {
+        "title": "Coflows",
+        "note": note,
+        "columns": ["coflow", "ranks", "operations", "of tensors"],
+        "rows": [
+            [str(each.number), str(each.ranks), f"{each.operations:,}", numbers.size(each.bytes)]
+            for each in found[:_MOST_COFLOWS]
+        ],
+    }
+
+
 def _aggregated(job: Snapshot) -> dict[str, Any]:
     rows = []
     for each in job.ranks[:_MOST_ROWS]:
@@ -236,4 +258,5 @@ def _rounded(value: float) -> float:
 
 _MOST_ROWS = 64
 _MOST_PAIRS = 32
+_MOST_COFLOWS = 8
 _LASTS_S = 1.0

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-__all__ = ["Heard", "Link", "Snapshot", "Straggler", "View", "parse"]
+__all__ = ["Coflow", "Heard", "Link", "Snapshot", "Straggler", "View", "coflows", "parse"]
 
 
 @dataclass
@@ -52,6 +52,17 @@ class Straggler:
     rank: int
     late_s: float
     """A step, as far as steps are known, else a second."""
+
+
+@dataclass
+class Coflow:
+    """Operations of all ranks that belong to one coflow and are under way."""
+
+    number: int
+    ranks: int = 0
+    operations: int = 0
+    bytes: float = 0.0
+    """Of their tensors."""
 
 
 @dataclass
@@ -200,6 +211,20 @@ class View:
         return Straggler(rank, late * (live[0]["median_s"] or 1.0))
 
 
+def coflows(job: Snapshot) -> list[Coflow]:
+    """Those with the most bytes first, from the largest of each rank."""
+    found: dict[int, Coflow] = {}
+    for each in job.ranks:
+        if each.numbers is None or each.rank not in job.live:
+            continue
+        for number, operations, nbytes in each.numbers["coflows"]:
+            one = found.setdefault(int(number), Coflow(int(number)))
+            one.ranks += 1
+            one.operations += int(operations)
+            one.bytes += nbytes
+    return sorted(found.values(), key=lambda one: (-one.bytes, one.number))
+
+
 def parse(text: bytes) -> dict[str, Any] | None:
     """A rank's numbers; None for what is none. What has another form than it should is left out."""
     if len(text) > _MOST_BYTES:
@@ -279,6 +304,7 @@ _NUMBERS: dict[str, float | None] = {
     **dict.fromkeys(("memory_bytes", "active"), 0.0),
     "every_s": 1.0,
     **dict.fromkeys(("median_s", "latest_s", "since_s", "in_flight", "reduced_per_s", "link_limit")),
+    "coflows_active": None,
 }
 _TEXTS = {"state": "running", "host": "?", "interfaces": ""}
 _ROWS = {
@@ -286,6 +312,7 @@ _ROWS = {
     "groups": (str, float, float, float, _MAYBE),
     "aggregated": (str, str, _MAYBE, float, float, float, _MAYBE),
     "complaints": (float, str),
+    "coflows": (float, float, float),
 }
 _NOBODY: dict[str, Any] = {**_NUMBERS, **_TEXTS}
 # Bytes of a record that is read: twice what a rank writes.

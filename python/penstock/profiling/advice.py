@@ -1,9 +1,9 @@
-"""What holds a step back, and what would change that: the causes that were found, and what changes would bring."""
+"""What holds a step back, and what would change that: the causes that were found, and one ranked list of changes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from penstock.profiling.breakdown import Breakdown
 from penstock.profiling.causes import Cause, find
@@ -11,7 +11,34 @@ from penstock.profiling.measures import Measures
 from penstock.profiling.predict import Network, Prediction, predict
 from penstock.profiling.record import Record
 
-__all__ = ["Advice", "advise", "network_of"]
+__all__ = ["WITHOUT", "Advice", "Change", "advise", "network_of"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One entry of the ranked list: what a prediction is about, or what a cause suggests."""
+
+    what: str
+    how: str
+    """The setting or command, or what to do by hand. Empty if there is no more to say than `obstacle` does."""
+    gain_ns: float | None
+    """By how much the mean step should become shorter; None where what was measured does not tell."""
+    settings: Mapping[str, str | float] = field(default_factory=dict)
+    """The same for `penstock profile --apply`."""
+    obstacle: str = ""
+    """Why `--apply` cannot make it; empty if it can."""
+    prediction: Prediction | None = None
+    cause: Cause | None = None
+
+    @property
+    def expected_ns(self) -> float:
+        """What it is ranked by. What is sure to help comes before what may help more, so a prediction counts with its error
+        added; of an unknown gain half of what the cause explains is expected."""
+        if self.prediction is not None:
+            return self.prediction.before_ns - self.prediction.after_ns * (1 + self.prediction.error)
+        if self.gain_ns is None:
+            return self.cause.cost_ns / 2 if self.cause is not None else 0.0
+        return self.gain_ns
 
 
 @dataclass(frozen=True)
@@ -23,9 +50,56 @@ class Advice:
     """Those that a step becomes shorter by, by `LEAST_GAIN` and more; of equal ones the first."""
 
     @property
-    def first(self) -> Prediction | None:
-        """The best change that `penstock profile --apply` can make."""
-        return next((each for each in self.predictions if each.settings), None)
+    def changes(self) -> tuple[Change, ...]:
+        """One list of all: predictions, and what those causes suggest that no prediction is about."""
+        found = [_predicted(each, self.causes) for each in self.predictions]
+        for cause in self.causes:
+            if cause.kind in WITHOUT and not any(_is_about(each, cause) for each in self.predictions):
+                found.append(_suggested(cause))
+        return tuple(sorted(found, key=lambda each: -each.expected_ns))
+
+    def to_apply(self) -> tuple[Change | None, list[tuple[int, Change]]]:
+        """The change that `penstock profile --apply` makes: the best one with a prediction, else the best one. And those that are
+        ranked before it, with their places from 1 on."""
+        changes = self.changes
+        possible = [each for each in changes if not each.obstacle]
+        best = next((each for each in possible if each.prediction is not None), possible[0] if possible else None)
+        if best is None:
+            return None, list(enumerate(changes, 1))
+        return best, list(enumerate(changes[: changes.index(best)], 1))
+
+
+def _predicted(found: Prediction, causes: Sequence[Cause]) -> Change:
+    cause = next((each for each in causes if _is_about(found, each)), None)
+    how, obstacle = found.how, ""
+    if not found.settings and found.how:
+        obstacle = IN_SCRIPT
+    elif not found.settings and cause is not None:
+        how, obstacle = cause.change, f"{NO_SETTING}{_where(cause)}"
+    elif not found.settings:
+        obstacle = f"{NO_SETTING}: {ELSEWHERE.get(found.change, 'see what it follows from')}"
+    return Change(found.change, how, found.before_ns - found.after_ns, found.settings, obstacle, found, cause)
+
+
+def _suggested(cause: Cause) -> Change:
+    whose = f" (rank {cause.rank})" if cause.rank is not None else ""
+    obstacle = ""
+    if not cause.settings:
+        obstacle = IN_SCRIPT if cause.kind in OF_SCRIPT else f"{NO_SETTING}{_where(cause)}"
+    return Change(f"{WITHOUT[cause.kind]}{whose}", cause.change, cause.gain_ns, cause.settings, obstacle, None, cause)
+
+
+def _where(cause: Cause) -> str:
+    if cause.rank is not None:
+        return f": look at rank {cause.rank}"
+    return f": look at {cause.link or cause.host} of {cause.host}" if cause.link else ""
+
+
+def _is_about(found: Prediction, cause: Cause) -> bool:
+    """Whether it says what a change against this cause would bring. That no rank be late is about whatever makes one late, or now
+    one and now another; a setting against that is a change of its own."""
+    is_of_waits = cause.kind == "jitter" or (cause.rank is not None and cause.phase in WAITS and not cause.settings)
+    return cause.kind == found.against or (found.against == "straggler" and is_of_waits)
 
 
 def advise(records: Sequence[Record], breakdown: Breakdown, *, everything: bool = False) -> Advice:
@@ -38,14 +112,9 @@ def advise(records: Sequence[Record], breakdown: Breakdown, *, everything: bool 
     predictions = predict(records, network_of(records, breakdown, causes))
     shares = [share for share in breakdown.shares if share.steps]
     if shares:
-        # A sampled step is longer than others, by what sampling costs; the ratio is the same. What the profiler itself takes
-        # between steps, no change makes shorter.
-        step_ns = sum(share.step_ns for share in shares) / len(shares)
-        profiler_ns = sum(share.work.get("profiler", 0.0) for share in shares) / len(shares)
-        predictions = [
-            replace(each, before_ns=step_ns, after_ns=profiler_ns + (step_ns - profiler_ns) / each.gain)
-            for each in predictions
-        ]
+        # A sampled step is longer than others, by what sampling costs; the ratio is the same.
+        step_ns = sum(share.unprofiled_ns for share in shares) / len(shares)
+        predictions = [replace(each, before_ns=step_ns, after_ns=step_ns / each.gain) for each in predictions]
     if not everything:
         # Where small buckets hold all gradients already, larger ones are the same.
         different = {(each.after_ns, each.error): each for each in reversed(predictions)}.values()
@@ -73,3 +142,37 @@ def network_of(records: Sequence[Record], breakdown: Breakdown, causes: Sequence
 LEAST_GAIN = 0.01
 PAYLOAD = 0.956
 """Of a link's bytes: TCP over Ethernet with frames of 1,500 bytes and time stamps."""
+WAITS = ("wait", "loading", "checkpoint", "evaluation")
+NO_SETTING, IN_SCRIPT = "no setting can do that", "it changes the script or the cluster"
+OF_SCRIPT = (
+    "link",
+    "flow cap",
+    "small buckets",
+    "one core",
+    "memory copies",
+    "loader",
+    "checkpoint",
+    "evaluation",
+    "bubble",
+)
+WITHOUT = {
+    "straggler": "no straggler",
+    "contention": "free cores",
+    "loader": "a faster loader",
+    "checkpoint": "cheaper checkpoints",
+    "evaluation": "cheaper evaluations",
+    "second job": "no other job on the link",
+    "link": "fewer bytes",
+    "flow cap": "more flows",
+    "small buckets": "larger buckets",
+    "retransmissions": "no lost packets",
+    "one core": "more I/O threads",
+    "memory copies": "cheaper copies",
+    "bubble": "a smaller bubble",
+    "jitter": "even ranks",
+}
+"""By kind of cause, what its change would make. Computing, and what no rule explains, no setting makes shorter."""
+ELSEWHERE = {
+    "twice the link": "it takes a faster link between the hosts",
+    "no straggler": "look at the rank that the others wait for",
+}

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["EMBEDDING", "OTHER", "PHASES", "PURPOSES", "SYNC", "Breakdown", "Moving", "Share"]
+__all__ = ["EMBEDDING", "MEASURING", "OTHER", "PHASES", "PURPOSES", "SYNC", "Breakdown", "Moving", "Share"]
 
 OTHER = "other"
+MEASURING = "profiler"
+"""The phase that is what measuring itself costs."""
 
 PHASES = (
     "loading",
@@ -19,10 +21,10 @@ PHASES = (
     "optimizer",
     "evaluation",
     "checkpoint",
-    "profiler",
+    MEASURING,
     OTHER,
 )
-"""What the training thread does when it does not wait for communication. ``profiler`` is what measuring itself costs."""
+"""What the training thread does when it does not wait for communication."""
 
 SYNC, EMBEDDING = "data-parallel sync", "embedding sync"
 PURPOSES = (
@@ -77,6 +79,11 @@ class Share:
     """By phase, in ns per step."""
     communication: Mapping[str, Moving]
     """By purpose."""
+
+    @property
+    def unprofiled_ns(self) -> float:
+        """The step without what measuring costs: what shares and gains are of."""
+        return max(0.0, self.step_ns - self.work.get(MEASURING, 0.0))
 
     @property
     def bubbles(self) -> list[Moving]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.numbers import bit_rate, milliseconds
-from penstock.profiling.breakdown import SYNC, Breakdown
+from penstock.profiling.breakdown import MEASURING, SYNC, Breakdown
 from penstock.profiling.measures import Link, Measures, Rank
 from penstock.profiling.record import Record
 
@@ -62,19 +62,22 @@ class Cause:
     """What the rule compared, by name with unit."""
     disk: str = ""
     """Of the host: the disk, if one is busy with what the rank reads."""
+    settings: Mapping[str, str | float] = field(default_factory=dict)
+    """The change for `penstock profile --apply`, as `predict.Prediction` has it. Empty if it cannot be made without touching the
+    script, or by no setting at all."""
 
 
 def find(records: Sequence[Record], breakdown: Breakdown) -> list[Cause]:
     """The causes that explain `LEAST_SHARE` of the mean step or more, those with the largest gain first, and last of all what the
     ranks compute, which no setting shortens."""
     measures = Measures(records, breakdown)
-    if not measures.ranks or measures.step_ns <= 0:
+    if not measures.ranks or measures.unprofiled_ns <= 0:
         return []
     found: dict[tuple[str, int | None, str], Cause] = {}
     for cause in (*_waits(measures), *_wire(measures), *_work(measures)):
         key = cause.kind, cause.rank, cause.host
         found[key] = cause if key not in found else _joined(found[key], cause)
-    shown = [cause for cause in found.values() if cause.cost_ns >= LEAST_SHARE * measures.step_ns]
+    shown = [cause for cause in found.values() if cause.cost_ns >= LEAST_SHARE * measures.unprofiled_ns]
     return sorted(shown, key=lambda cause: (cause.kind == "compute", -_expected_ns(cause)))
 
 
@@ -137,7 +140,7 @@ def _beyond_others(measures: Measures, rank: Rank) -> dict[str, float]:
     return {
         phase: ns - measures.median(other.share.work.get(phase, 0.0) for other in others)
         for phase, ns in rank.share.work.items()
-        if phase != "profiler"
+        if phase != MEASURING
     }
 
 
@@ -171,7 +174,8 @@ def _straggler(measures: Measures, number: int, waited_ns: float) -> Cause:
     if queued >= QUEUED_OF_EXCESS * excess_ns > 0 or queued >= QUEUED_OF_EXCESS * waited_ns:
         text = f"{waiting}, whose training thread could have run for {_ms(queued)} more, and found no free processor"
         gain_ns = min(waited_ns, max(gain_ns, queued))
-        return Cause("contention", "wait", text, CHANGES["contention"], waited_ns, gain_ns, **where)  # type: ignore[arg-type]
+        change, settings = _free_cores(measures, rank.host)
+        return Cause("contention", "wait", text, change, waited_ns, gain_ns, settings=settings, **where)  # type: ignore[arg-type]
     if phase == "loading":
         return _loader(measures, rank, waiting, waited_ns, gain_ns, numbers)
     if phase in ("checkpoint", "evaluation"):
@@ -201,7 +205,7 @@ def _bubble(measures: Measures) -> Iterator[Cause]:
     cost_ns = sum(waits) / len(waits)
     if cost_ns <= 0:
         return
-    share = cost_ns / measures.step_ns
+    share = cost_ns / measures.unprofiled_ns
     yield Cause(
         "bubble",
         "wait",
@@ -223,7 +227,7 @@ def _wire(measures: Measures) -> Iterator[Cause]:
         measures.median(rank.exposed_wire_ns for rank in measures.ranks),
         min(rank.exposed_wire_ns + rank.exposed_wait_ns for rank in measures.ranks),
     )
-    if cost_ns < LEAST_SHARE * measures.step_ns:
+    if cost_ns < LEAST_SHARE * measures.unprofiled_ns:
         return
     links = sorted(measures.links, key=lambda link: -(link.share or 0.0))
     rules = (_second_job, _full_link, _small_buckets, _retransmissions, _busy_core, _flow_cap, _copies)
@@ -368,9 +372,9 @@ def _busy_core(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cau
         )
         numbers = {"queued_ms": rank.communication_queued_ns / 1e6, "wire_ms": measures.wire_ns(rank) / 1e6}
         gain_ns = cost_ns * min(1.0, queued)
-        return Cause(
-            "contention", "wire", text, CHANGES["contention"], gain_ns, gain_ns, rank.number, rank.host, numbers=numbers
-        )
+        change, settings = _free_cores(measures, rank.host)
+        whose = rank.number, rank.host
+        return Cause("contention", "wire", text, change, gain_ns, gain_ns, *whose, "", numbers, settings=settings)
     rank = max(measures.ranks, key=lambda each: each.communication_cpu_ns / max(1.0, measures.wire_ns(each)))
     busy = rank.communication_cpu_ns / max(1.0, measures.wire_ns(rank))
     if busy < BUSY_CORE:
@@ -380,7 +384,8 @@ def _busy_core(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cau
     shares = [link.share for link in links if link.share is not None and link.limit is not None and link.limit.is_known]
     gain_ns = cost_ns * (1 - max([1 / FOUR_THREADS, *(min(1.0, share / FULL) for share in shares)]))
     change = _on_penstock(measures, "PENSTOCK_IO_THREADS=4")
-    return Cause("one core", "wire", text, change, cost_ns, gain_ns, rank.number, rank.host, numbers=numbers)
+    settings = MORE_THREADS if has_settings(measures.backend) else {}
+    return Cause("one core", "wire", text, change, cost_ns, gain_ns, rank.number, rank.host, "", numbers, settings=settings)
 
 
 def _on_penstock(measures: Measures, setting: str) -> str:
@@ -417,15 +422,18 @@ def _flow_cap(measures: Measures, links: Sequence[Link], cost_ns: float) -> Caus
         "window_share": window,
     }
     if not 0 < (link.share or 0.0) < FULL or count >= MOST_STREAMS:
-        change, gain_ns = "more streams to each peer: PENSTOCK_STREAMS=16, if that is not set already", None
+        wanted, gain_ns = 16, None
+        change = "more streams to each peer: PENSTOCK_STREAMS=16, if that is not set already"
     else:
         wanted = streams_to_fill(count, link.share or REACHED)
         change = f"PENSTOCK_STREAMS={wanted}"
         is_known = link.limit is not None and link.limit.is_known
         gain_ns = cost_ns * (1 - max(count / wanted, (link.share or 0.0) / REACHED)) if is_known else None
+    settings = {"PENSTOCK_STREAMS": str(wanted)} if wanted > count else {}
     if not has_settings(measures.backend):
         change = f"init_process_group('penstock') instead of {measures.backend}: it has several streams to each peer"
-    return Cause("flow cap", "wire", text, change, cost_ns, gain_ns, None, link.host, link.interface, numbers)
+        settings = {"backend": "penstock"} if measures.backend == "gloo" else {}
+    return Cause("flow cap", "wire", text, change, cost_ns, gain_ns, None, link.host, link.interface, numbers, settings=settings)
 
 
 def _copies(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cause | None:
@@ -444,10 +452,12 @@ def _copies(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cause 
     if measures.loopback_bytes > INSIDE * moved:
         text = f"ranks of one host reduce {_mbit(rate)} through TCP on the loopback, which copies every byte twice"
         change = "the penstock backend with PENSTOCK_SHM=1, its default: ranks read each other's memory"
+        settings = {"backend": "penstock"} if measures.backend == "gloo" else {}
     else:
         text = f"ranks of one host reduce {_mbit(rate)}, which only memory and processors limit"
         change = _on_penstock(measures, "PENSTOCK_IO_THREADS=4 if cores are free; wire=torch.float16 halves the bytes")
-    return Cause("memory copies", "wire", text, change, cost_ns, host=rank.host, numbers=numbers)
+        settings = MORE_THREADS if has_settings(measures.backend) else {}
+    return Cause("memory copies", "wire", text, change, cost_ns, host=rank.host, numbers=numbers, settings=settings)
 
 
 # ------------------------------------------------------------------------------------------------- what the ranks do
@@ -470,9 +480,11 @@ def _work(measures: Measures) -> Iterator[Cause]:
     queued = [rank.training_queued_ns for rank in measures.ranks if rank.training_queued_ns is not None]
     usual = min([*queued, *(rank.compute_ns for rank in measures.ranks)]) if queued else 0.0
     text = f"the training thread of each rank could have run for {_ms(usual)} a step more, and found no free processor"
-    yield Cause("contention", "compute", text, CHANGES["contention"], usual, usual, numbers={"queued_ms": usual / 1e6})
+    change, settings = _free_cores(measures)
+    numbers = {"queued_ms": usual / 1e6}
+    yield Cause("contention", "compute", text, change, usual, usual, numbers=numbers, settings=settings)
     compute = min(rank.compute_ns for rank in measures.ranks)
-    share = compute / measures.step_ns
+    share = compute / measures.unprofiled_ns
     text = f"the ranks compute for {_ms(compute)} a step, {share:.0%} of it"
     change = "faster devices, a smaller model, or lower precision: communication and input do not bound this part"
     yield Cause(
@@ -522,6 +534,16 @@ def _joined(first: Cause, second: Cause) -> Cause:
     )
 
 
+def _free_cores(measures: Measures, host: str = "") -> tuple[str, dict[str, str]]:
+    """What to change where threads find no free processor on a host or, without one, on any; and as settings, where ranks
+    compute with more threads than there are cores for."""
+    fewer = measures.fewer_threads(host)
+    if not fewer:
+        return "stop what runs beside it, or give it cores of its own (taskset -c)", {}
+    change = f"OMP_NUM_THREADS={fewer}: the ranks of a host compute with more threads than it has cores; "
+    return change + "or stop what runs beside them", {"OMP_NUM_THREADS": str(fewer)}
+
+
 def _streams_to_a_peer(link: Link) -> int:
     """How many streams lead to the other end that has the most."""
     theirs = [stream.there for stream in link.streams]
@@ -558,11 +580,11 @@ def _mbit(bytes_per_s: float) -> str:
 
 CHANGES = {
     "straggler": "look at that rank's device, its clock and what else it runs, or give it smaller batches",
-    "contention": "free its cores: stop what runs beside it, fewer threads (OMP_NUM_THREADS), or cores of its own (taskset -c)",
     "checkpoint": "torch.distributed.checkpoint.async_save, or fewer checkpoints",
     "evaluation": "evaluate less often, or on ranks of their own",
 }
 
+MORE_THREADS = {"PENSTOCK_IO_THREADS": "4"}
 LEAST_SHARE = 0.03
 """Of the step: what explains less is in the noise of a run, whose steps differ by some percent."""
 MOSTLY = 0.5

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.addresses import split
-from penstock.profiling.breakdown import Breakdown, Share
+from penstock.profiling.breakdown import MEASURING, Breakdown, Share
 from penstock.profiling.record import Interval, Record
 from penstock.profiling.utilisation import MEMORY_READ, Host, Limit, hosts, steady
 
@@ -109,7 +109,10 @@ class Measures:
         self.backend = backends.pop() if len(backends) == 1 else ""
         """As given to ``init_process_group``; nothing if no record says, or several differ."""
         self.has_ddp = all(record.has_ddp for record in self._records.values())
-        self.step_ns = statistics.median(rank.share.step_ns for rank in self.ranks) if self.ranks else 0.0
+        self.step_ns = self.median(rank.share.step_ns for rank in self.ranks)
+        """What counters count in, whatever the ranks do meanwhile."""
+        self.unprofiled_ns = self.median(rank.share.unprofiled_ns for rank in self.ranks)
+        """What causes explain a part of."""
         self.links = [link for host in self._hosts.values() if (link := self._link(host)) is not None]
         self.loopback_bytes = self._loopback()
         """That the ranks send to each other within a host, through TCP; per step and rank."""
@@ -128,6 +131,20 @@ class Measures:
         if found is None or name not in found.counters:
             return None
         return self._rate(found, name, self._window(host))
+
+    def fewer_threads(self, host: str = "") -> int:
+        """With how many threads each rank of a host would compute if its cores were shared out; 0 where they have no more than
+        that. Without a host: of the one with the least cores for a rank."""
+        fair: list[int] = []
+        for name in {rank.host for rank in self.ranks} if not host else {host}:
+            about = [self._records[rank.number].header.about for rank in self.ranks if rank.host == name != ""]
+            threads, cores = (
+                [each[key] for each in about if isinstance(each.get(key), int)] for key in ("threads", "cores")
+            )
+            share = max(1, min(cores) // len(about)) if cores else 0
+            if len(threads) == len(about) > 0 and share and max(threads) > share:
+                fair.append(share)
+        return min(fair, default=0)
 
     def disks(self, host: str) -> tuple[str, float]:
         """The busiest disk of a host, and the share of time in which it was busy."""
@@ -290,7 +307,7 @@ class Measures:
         return counted.grown(start, end) / (end - start) * 1e9
 
 
-NOT_COMPUTE = frozenset(("loading", "evaluation", "checkpoint", "profiler"))
+NOT_COMPUTE = frozenset(("loading", "evaluation", "checkpoint", MEASURING))
 
 
 def _has_streams(host: Host, interface: str) -> bool:

@@ -86,6 +86,8 @@ class Prediction:
     settings: Mapping[str, str | float] = field(default_factory=dict)
     """The same change for `penstock profile --apply`: settings of Penstock, and what `recorder/changes.py` knows. Empty if it
     cannot be made without touching the script."""
+    against: str = ""
+    """The kind of cause (`causes.KINDS`) that it would take away, if it is one's."""
 
     @property
     def gain(self) -> float:
@@ -123,6 +125,7 @@ class _Told:
         because: str = "",
         settings: Mapping[str, str | float] | None = None,
         *,
+        against: str = "",
         now: Callable[[Model, Wire], float] | None = None,
     ) -> None:
         """A prediction, unless it would be that ranks wait for ever.
@@ -152,7 +155,7 @@ class _Told:
         before = statistics.fmean(model.measured_ns for model in self.models)
         error = statistics.fmean(errors) + statistics.pstdev(ratios) / ratio if ratio else 0.0
         because = because or self.numbers
-        self.made.append(Prediction(change, how, before, before * ratio, error, because, settings or {}))
+        self.made.append(Prediction(change, how, before, before * ratio, error, because, settings or {}, against))
 
 
 def predict(records: Sequence[Record], network: Network | None = None) -> list[Prediction]:
@@ -178,7 +181,7 @@ def predict(records: Sequence[Record], network: Network | None = None) -> list[P
     _float16(told)
     _buckets(told)
     even = "all ranks do what the median one does"
-    told.add("no straggler", "", lambda model, wire: run(evened(model), wire.takes), even)
+    told.add("no straggler", "", lambda model, wire: run(evened(model), wire.takes), even, against="straggler")
     _schedules(told)
     # What is sure to help comes before what may help more.
     return sorted(told.made, key=lambda each: each.after_ns * (1 + each.error))
@@ -210,6 +213,7 @@ def _links(told: _Told) -> None:
             _faster(REACHED * link / rate),
             f"{told.numbers}, of a link of {_rate(link)}, of which penstock uses {REACHED:.0%}",
             {"backend": "penstock"},
+            against="flow cap",
         )
     elif has_settings(network.backend) and 0 < flow * streams < link and 0 < rate <= FLOWS_CARRY * flow * streams:
         # The median flow while it had something to send; together they carried this.
@@ -222,6 +226,7 @@ def _links(told: _Told) -> None:
             _faster(max(1.0, min(usable, wanted * flow) / (flow * streams))),
             f"{told.numbers}; {streams} flows of {_rate(flow)} on a link of {_rate(link)}",
             {"PENSTOCK_STREAMS": str(wanted)},
+            against="flow cap",
         )
 
 
@@ -249,6 +254,7 @@ def _float16(told: _Told) -> None:
         changed,
         because,
         {"comm_hook": "float16"} if told.has_ddp else {},
+        against="link",
     )
 
 
@@ -283,6 +289,7 @@ def _buckets(told: _Told) -> None:
             f"DistributedDataParallel(model, bucket_cap_mb={size >> 20}), or bucket_bytes={size} of ddp_hook and GradientReducer",
             bucketed,
             settings={"bucket_cap_mb": size >> 20} if told.has_ddp else {},
+            against="small buckets",
         )
 
 
@@ -362,7 +369,7 @@ def _schedules(told: _Told) -> None:
             f"{told.numbers}; {ranks} stages and {found.batches} micro-batches; equal stages would stand still for "
             f"{share:.0%} of a step instead of {(ranks - 1) / (found.batches + ranks - 1):.0%}"
         )
-        told.add(change, how, changed, because, now=again)
+        told.add(change, how, changed, because, against="bubble", now=again)
 
     if found.order is gpipe:
         how = "Schedule1F1B of torch.distributed.pipelining, which also holds fewer micro-batches"

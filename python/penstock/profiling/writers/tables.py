@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import Config
+from penstock.profiling.advice import Change
 from penstock.profiling.breakdown import PHASES, PURPOSES, Breakdown, Moving, Share
 from penstock.profiling.writers.whole import whole
 
@@ -48,8 +49,8 @@ def csv(breakdown: Breakdown, path: Path) -> None:
                 writer.writerow((share.rank, share.steps, share.sampled, *row))
 
 
-def json(breakdown: Breakdown, path: Path) -> None:
-    """Write a breakdown so that `from_json` gives the same.
+def json(breakdown: Breakdown, path: Path, changes: Sequence[Change] = ()) -> None:
+    """Write a breakdown so that `from_json` gives the same, and beside it the ranked list of changes.
 
     Raises:
         Config: the file cannot be written.
@@ -61,6 +62,7 @@ def json(breakdown: Breakdown, path: Path) -> None:
         "offsets_ns": {host: list(offset) for host, offset in breakdown.offsets_ns.items()},
         "problems": list(breakdown.problems),
         "notes": list(breakdown.notes),
+        "changes": [_change(each) for each in changes],
     }
     with whole(path) as file:
         encoder.dump(content, file, indent=1, allow_nan=False)
@@ -97,6 +99,20 @@ def from_json(path: Path) -> Breakdown:
         raise Config(
             f"{path} makes no sense as a breakdown ({error}): write it anew with `penstock profile --read`"
         ) from error
+
+
+def _change(one: Change) -> dict[str, object]:
+    told = one.prediction
+    return {
+        "change": one.what,
+        "how": one.how,
+        "settings": dict(one.settings),
+        "no_setting": one.obstacle,
+        "gain_ns": one.gain_ns,
+        "predicted_step_ns": None if told is None else told.after_ns,
+        "error": None if told is None else told.error,
+        "cause": None if one.cause is None else one.cause.kind,
+    }
 
 
 def _rows(share: Share) -> Iterator[tuple[object, ...]]:

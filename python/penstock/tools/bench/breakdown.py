@@ -189,7 +189,7 @@ def judged(
             "exposed wait": sum(one.exposed_wait_ns for one in moving),
             "hidden wire": sum(one.hidden_wire_ns for one in moving),
             "hidden wait": sum(one.hidden_wait_ns for one in moving),
-            "step": share.step_ns - share.work.get("profiler", 0.0),
+            "step": share.unprofiled_ns,
         }
         found += [
             Outcome(seed, share.rank, category, means[category], told[category] / 1e6, means["step"])

@@ -146,7 +146,7 @@ def measure(pair: Pair, *, steps: int, timeout_s: float) -> Outcome | None:
     if told is None:
         return None
     after = divide(_profiled(changed, settings or told.settings, steps, timeout_s))
-    step_ms = [statistics.fmean(share.step_ns for share in each.shares) / 1e6 for each in (breakdown, after)]
+    step_ms = [statistics.fmean(share.unprofiled_ns for share in each.shares) / 1e6 for each in (breakdown, after)]
     return Outcome(pair, step_ms[0], step_ms[0] * told.after_ns / told.before_ns, told.error, step_ms[1])
 
 

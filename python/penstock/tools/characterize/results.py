@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 
 from penstock.errors import Config
 from penstock.files import write_whole
-from penstock.profiling.breakdown import Breakdown
+from penstock.profiling.breakdown import MEASURING, Breakdown
 from penstock.tools.characterize import checked
 from penstock.tools.characterize.matrix import Cell
 
 __all__ = ["Mean", "Outcome", "Rates", "Ratio", "compared", "mean_of", "outcome_of", "ratio", "read", "write"]
 
 FORMAT = "penstock-characterization/1"
-MEASURING = "profiler"
-"""A phase (`breakdown.PHASES`): in runs of few steps, of which some are sampled, a fourth of the step."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def outcome_of(cell: Cell, repeat: int, breakdown: Breakdown, rates: Rates) -> O
     return Outcome(
         cell,
         repeat,
-        mean(share.step_ns - share.work.get(MEASURING, 0.0) for share in shares),
+        mean(share.unprofiled_ns for share in shares),
         {phase: mean(share.work.get(phase, 0.0) for share in shares) for phase in phases},
         by_purpose(lambda moving: moving.exposed_ns),
         by_purpose(lambda moving: moving.exposed_wait_ns),

@@ -16,7 +16,7 @@ from penstock.texts import harmless
 from penstock.tools.profile import run
 
 if TYPE_CHECKING:
-    from penstock.profiling.advice import Advice
+    from penstock.profiling.advice import Advice, Change
     from penstock.profiling.breakdown import Breakdown
     from penstock.profiling.record import Record
 
@@ -40,7 +40,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     help="Write a trace a rank into a folder, for HolisticTraceAnalysis.",
 )
 @click.option("--csv", type=_FILE, help="Write the table.")
-@click.option("--json", type=_FILE, help="Write the table.")
+@click.option("--json", type=_FILE, help="Write the table and the list of changes.")
 @click.option("--apply", "applied", is_flag=True, help="Then run it again with the best change, and compare.")
 @click.argument("arguments", nargs=-1, metavar="[--] [SCRIPT.py | COMMAND] [ARGS]...", type=click.UNPROCESSED)
 def command(
@@ -131,20 +131,26 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _apply(command: Sequence[str], again: Path, records: Sequence[Record], advice: Advice) -> int:
-    """Run the command with the best change that needs no change of the script. Returns its exit code.
+    """Run the command with the best change that needs no change of the script (`Advice.to_apply`). Returns its exit code.
 
     Args:
         again: the folder of the records.
     """
-    best = advice.first
+    best, before_it = advice.to_apply()
     if best is None:
-        click.echo("penstock profile: no change that --apply can make would make a step shorter by 1 %", err=True)
+        _say("no change that --apply can make is known to make a step shorter by 1 %")
+    if before_it:
+        skipped = "; ".join(
+            f"{place}. {each.what} ({each.obstacle or 'no gain is predicted'})" for place, each in before_it
+        )
+        click.echo(f"{'better-ranked, and skipped' if best else 'skipped'}: {skipped}")
+    if best is None:
         return 0
     if not _is_of_one_machine(records):
         text = "--apply changes what this command starts, and there were ranks of other hosts: change all alike by hand"
-        _say(f"{text}: {best.change}, by {best.how}")
+        _say(f"{text}: {best.what}, by {best.how}")
         return 0
-    click.echo(f"again, with {best.change} ({best.how}) ...")
+    click.echo(f"again, {'with ' if best.prediction is not None else ''}{best.what} ({_made_by(best)}) ...")
     code = run.run(command, again, best.settings)
     not_made = run.not_made(again, best.settings)
     found = _load(again)
@@ -160,22 +166,34 @@ def _apply(command: Sequence[str], again: Path, records: Sequence[Record], advic
         text = f"the script left no place for the change ({why}), so {times}"
         _say(f"{text}; the records are in {again}")
         return code
+    times = f"a step takes {took / 1e6:.1f} ms instead of {before / 1e6:.1f}"
+    if best.prediction is None:
+        rule = f" (its rule expected {best.gain_ns / 1e6:.1f} ms less, at most)" if best.gain_ns is not None else ""
+        click.echo(f"{times}; no gain was predicted{rule}")
+        return code
     # The prediction is of sampled steps, in which torch's profiler ran: its ratio is what counts.
-    after = before * best.after_ns / best.before_ns
+    after = before / best.prediction.gain
     miss = after / took - 1
     click.echo(
-        f"a step takes {took / 1e6:.1f} ms instead of {before / 1e6:.1f}; predicted were {after / 1e6:.1f} "
-        f"±{100 * best.error:.0f} %, {abs(miss):.1%} too {'many' if miss > 0 else 'few'}"
+        f"{times}; predicted were {after / 1e6:.1f} ±{100 * best.prediction.error:.0f} %, "
+        f"{abs(miss):.1%} too {'many' if miss > 0 else 'few'}"
     )
     return code
 
 
+def _made_by(change: Change) -> str:
+    """The settings, where all are variables; else how one would make the change."""
+    if all(name.isupper() for name in change.settings):
+        return ", ".join(f"{name}={value}" for name, value in change.settings.items())
+    return change.how
+
+
 def _step_ns(records: Sequence[Record]) -> float:
-    """The mean step of all ranks, sampled or not."""
+    """The mean step of all ranks, sampled or not, without what the profiler itself takes."""
     from penstock.profiling.divide import divide
 
     shares = divide(records).shares if records else ()
-    return sum(share.step_ns for share in shares) / len(shares) if shares else 0.0
+    return sum(share.unprofiled_ns for share in shares) / len(shares) if shares else 0.0
 
 
 def _is_of_one_machine(records: Sequence[Record]) -> bool:
@@ -204,21 +222,20 @@ def _tell(
     from penstock.profiling.breakdown import Breakdown
     from penstock.profiling.divide import divide
     from penstock.profiling.utilisation import with_links
-    from penstock.tools.profile.report import page
-    from penstock.tools.profile.shown import table
+    from penstock.tools.profile.report import page, text
 
     records: list[Record] = [] if isinstance(found, Breakdown) else list(found)
     if link_mbit is not None:
         records = with_links(records, link_mbit * 1e6 / 8)
     breakdown = found if isinstance(found, Breakdown) else divide(records)
     advice = advise(records, breakdown) if records else None
-    click.echo(table(breakdown, advice), nl=False)
+    click.echo(text(breakdown, records, advice), nl=False)
     for problem in breakdown.problems:
         _say(problem)
     if wanted["csv"]:
         writers.csv(breakdown, wanted["csv"])
     if wanted["json"]:
-        writers.json(breakdown, wanted["json"])
+        writers.json(breakdown, wanted["json"], advice.changes if advice is not None else ())
     if (wanted["perfetto"] or wanted["kineto"]) and not records:
         raise click.ClickException("what was read has sums only, and no moments for a trace")
     if wanted["perfetto"]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Console
 
 from penstock.numbers import duration, plural, share
 from penstock.profiling import utilisation
-from penstock.profiling.advice import Advice
-from penstock.profiling.breakdown import OTHER, Breakdown, Share
+from penstock.profiling.advice import Advice, Change
+from penstock.profiling.breakdown import MEASURING, OTHER, Breakdown, Share
 from penstock.profiling.record import Record
 from penstock.profiling.utilisation import Drop
 from penstock.reports import (
@@ -27,14 +31,27 @@ from penstock.reports import (
     Table,
     series,
 )
+from penstock.reports.terminal import print_first_screen
+from penstock.texts import harmless
 from penstock.tools.profile import shown, steps
 from penstock.tools.profile.shown import Unit, still_ns, unit
 
-__all__ = ["page"]
+__all__ = ["first_screen", "page", "text"]
+
+
+def text(breakdown: Breakdown, records: Sequence[Record], advice: Advice | None = None) -> str:
+    """For a terminal of 80 columns: the page's first screen, then the tables."""
+    out = io.StringIO()
+    # A width of its own, so that what is piped into a file is as what is seen.
+    console = Console(file=out, width=WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
+    print_first_screen(first_screen(breakdown, records, advice), console)
+    console.print()
+    shown.print_details(breakdown, advice, console, _best(advice))
+    return "\n".join(line.rstrip() for line in harmless(out.getvalue()).splitlines()) + "\n"
 
 
 def page(breakdown: Breakdown, records: Sequence[Record], advice: Advice | None = None) -> Page:
-    """The report. Its next step is the best change of the ``advice``; without one, what the largest part suggests."""
+    """The report."""
     shares = [each for each in breakdown.shares if each.steps]
     sections = []
     if shares:
@@ -51,35 +68,43 @@ def page(breakdown: Breakdown, records: Sequence[Record], advice: Advice | None 
             sections.append(Section("One step, moment by moment", moments(breakdown, shares, records)))
     elif breakdown.shares:
         sections.append(Section("Communication", [shown.collectives(breakdown)]))
-    if advice is not None and advice.causes:
-        why: list[str | list[str] | Picture | Table] = [shown.causes(breakdown, advice)]
-        if advice.predictions:
-            why += [shown.predictions(advice), HOW_PREDICTED]
+    if advice is not None and (advice.causes or advice.changes):
+        why: list[str | list[str] | Picture | Table] = []
+        if advice.causes:
+            why.append(shown.causes(breakdown, advice))
+        if advice.changes:
+            why += [shown.changes(breakdown, advice), HOW_PREDICTED]
         sections.insert(1 if shares else 0, Section("What to change", why))
     remarks = [*breakdown.notes, *_clocks(breakdown)]
     if remarks:
         sections.append(Section("How this was measured", [remarks]))
     if breakdown.problems and breakdown.shares:
         sections.append(Section("Problems", [list(breakdown.problems)]))
-    return Page(
-        kind="penstock profile",
-        answer=shown.answer(breakdown),
-        picture=bars("step", shares, FIRST_BARS) if shares else sums(breakdown),
-        next=_best(advice) or following(breakdown, shares),
-        setting=setting(breakdown, shares, records),
-        problems=() if breakdown.shares else tuple(f"Problem: {each}" for each in breakdown.problems),
-        cards=cards(shares),
-        sections=sections,
-    )
+    return replace(first_screen(breakdown, records, advice), cards=cards(shares), sections=sections)
 
 
 # The first screen
 
 
+def first_screen(breakdown: Breakdown, records: Sequence[Record], advice: Advice | None = None) -> Page:
+    """A page without sections. Its next step is the best change of the ``advice`` that there is something to do for; without one,
+    what the largest part suggests."""
+    shares = [each for each in breakdown.shares if each.steps]
+    best = _best(advice)
+    return Page(
+        kind="penstock profile",
+        answer=shown.answer(breakdown),
+        picture=bars("step", shares, FIRST_BARS) if shares else sums(breakdown),
+        next=following(breakdown, shares) if best is None else _as_next(best),
+        setting=setting(breakdown, shares, records),
+        problems=() if breakdown.shares else tuple(f"Problem: {each}" for each in breakdown.problems),
+    )
+
+
 def bars(name: str, shares: Sequence[Share], most: int) -> Picture:
     """A step of each rank; of many ranks, of some from the least to the most that they stand still, and the mean."""
     chosen = list(shares)
-    in_unit = unit(sum(each.step_ns for each in shares) / len(shares))
+    in_unit = unit(sum(each.unprofiled_ns for each in shares) / len(shares))
     drawn = []
     how = "Grey is the rank's own work."
     if len(shares) > most:
@@ -91,13 +116,13 @@ def bars(name: str, shares: Sequence[Share], most: int) -> Picture:
     drawn += [_bar(f"rank {each.rank}", _parts(each), in_unit) for each in chosen]
     used = {colour for each in shares for colour, time in _parts(each).items() if time}
     key = [Key(text, colour) for text, colour in KEY if colour in used]
-    low, high = (pick(shares, key=lambda each: still_ns(each) / (each.step_ns or 1)) for pick in (min, max))
+    low, high = (pick(shares, key=_still) for pick in (min, max))
     if len(shares) == 1:
-        see = f"Rank {low.rank} stands still for {share(still_ns(low) / (low.step_ns or 1))} of its step."
+        see = f"Rank {low.rank} stands still for {share(_still(low))} of its step."
     else:
         see = (
-            f"Rank {high.rank} stands still most, {share(still_ns(high) / (high.step_ns or 1))} of its step, and rank {low.rank} "
-            f"least, {share(still_ns(low) / (low.step_ns or 1))}."
+            f"Rank {high.rank} stands still most, {share(_still(high))} of its step, and rank {low.rank} "
+            f"least, {share(_still(low))}."
         )
     return Picture(name, Bars(Axis("time of a step", in_unit.name), drawn, key), see, how)
 
@@ -123,18 +148,21 @@ def sums(breakdown: Breakdown) -> Picture:
     return Picture("sums", Bars(Axis("time in collectives", in_unit.name), drawn), see, how)
 
 
-def _best(advice: Advice | None) -> Next | None:
-    """The change that makes a step shorter by most, as far as one is known."""
-    if advice is None:
-        return None
-    found = next((each for each in advice.predictions if each.how), None)
-    cause = next((each for each in advice.causes if each.kind != "compute"), None)
-    if cause is not None and (found is None or (cause.gain_ns or 0.0) > found.before_ns - found.after_ns):
-        return Next(f"{cause.text[:1].upper()}{cause.text[1:]}.", cause.change)
-    if found is None:
-        return None
-    times = f"{duration(found.after_ns / 1e9)} instead of {duration(found.before_ns / 1e9)}"
-    return Next(f"With {found.change} a step should take {times} (±{100 * found.error:.0f} %).", found.how)
+def _best(advice: Advice | None) -> Change | None:
+    """The first of the ranked list that says what to do."""
+    return None if advice is None else next((each for each in advice.changes if each.how), None)
+
+
+def _as_next(best: Change) -> Next:
+    told = []
+    if shown.tells_cause(best) and best.cause is not None:
+        told.append(f"{best.cause.text[:1].upper()}{best.cause.text[1:]}.")
+    if best.prediction is not None:
+        after, before = duration(best.prediction.after_ns / 1e9), duration(best.prediction.before_ns / 1e9)
+        told.append(
+            f"With {best.what} a step should take {after} instead of {before} (±{100 * best.prediction.error:.0f} %)."
+        )
+    return Next(" ".join(told), best.how)
 
 
 def following(breakdown: Breakdown, shares: Sequence[Share]) -> Next:
@@ -143,7 +171,7 @@ def following(breakdown: Breakdown, shares: Sequence[Share]) -> Next:
         if breakdown.shares:
             return Next("See what steps these collectives are in.", "penstock profile -- torchrun ... train.py")
         return Next("Profile a script that steps an optimizer.", "penstock profile -- torchrun ... train.py")
-    step = sum(each.step_ns for each in shares) or 1.0
+    step = sum(each.unprofiled_ns for each in shares) or 1.0
     wire = sum(moved.exposed_wire_ns for each in shares for moved in each.communication.values())
     waits = sum(moved.exposed_wait_ns for each in shares for moved in each.communication.values())
     loading = sum(each.work.get("loading", 0.0) for each in shares)
@@ -171,13 +199,13 @@ def setting(breakdown: Breakdown, shares: Sequence[Share], records: Sequence[Rec
     what = [str(about[key])[:120] for key in ("command", "reader", "backend") if about.get(key)]
     said = f" ({', '.join(what)})" if what else ""
     seen = f", {sampled} of them seen by torch's profiler" if sampled else ""
-    return f"{where}{said}; mean of {plural(count, 'step')}{seen}."
+    return " ".join(filter(None, [f"{where}{said}; mean of {plural(count, 'step')}{seen}.", shown.left_out(breakdown)]))
 
 
 def cards(shares: Sequence[Share]) -> list[Card]:
     if not shares:
         return []
-    step = sum(each.step_ns for each in shares) / len(shares)
+    step = sum(each.unprofiled_ns for each in shares) / len(shares)
     found = [Card(duration(step / 1e9), "a step", f"{1e9 / step:.3g} a second" if step else "")]
     for text, name in (("wire, exposed", "exposed_wire_ns"), ("wait, exposed", "exposed_wait_ns")):
         time = sum(getattr(moved, name) for each in shares for moved in each.communication.values()) / len(shares)
@@ -306,10 +334,17 @@ def _bar(label: str, parts: dict[str, float], in_unit: Unit) -> Bar:
     return Bar(label, [Part(time / in_unit.ns, colour) for colour, time in parts.items() if time], told)
 
 
+def _still(one: Share) -> float:
+    """The share of its step for which a rank stands still."""
+    return still_ns(one) / (one.unprofiled_ns or 1)
+
+
 def _parts(one: Share) -> dict[str, float]:
-    """Time by colour."""
+    """Time by colour, without what the profiler itself takes."""
     found = {colour: 0.0 for _, colour in KEY}
     for phase, time in one.work.items():
+        if phase == MEASURING:
+            continue
         found[COLOUR_OF.get(phase, COLOUR_OF[OTHER])] += time
     found[WIRE] = sum(each.exposed_wire_ns for each in one.communication.values())
     found[WAIT] = sum(each.exposed_wait_ns for each in one.communication.values())
@@ -351,8 +386,9 @@ HOW_DIVIDED = (
 HOW_PREDICTED = (
     "Computed from sampled steps: what the training threads did stays, and operations take as long as the changed network makes "
     "them. The error is how far the model is from the mean step, how far that is chance, and how far samples differ; computing "
-    "that becomes slower or faster is not in it. `penstock profile --apply` makes the first change that needs no change of the "
-    "script, and says how far off its prediction was."
+    "that becomes slower or faster is not in it. Without an error it is what a cause's rule expects at most. `penstock profile "
+    "--apply` makes the first predicted change that needs none of the script, and says how far off its prediction was."
 )
+WIDTH = 80
 FIRST_BARS, MORE_BARS, MOST_ROWS, MOST_INTERFACES, MOST_HOSTS, MOST_DROPS = 7, 16, 6, 5, 16, 12
 """`FIRST_BARS` fit on the first screen of a phone, between the answer and the next step."""

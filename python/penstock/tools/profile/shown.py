@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -10,24 +9,27 @@ from typing import NamedTuple
 from rich.console import Console
 
 from penstock.numbers import bit_rate, duration, plural, share, size, traffic
-from penstock.profiling.advice import Advice
-from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Breakdown, Moving, Share
+from penstock.profiling.advice import WITHOUT, Advice, Change
+from penstock.profiling.breakdown import MEASURING, OTHER, PHASES, PURPOSES, Breakdown, Moving, Share
 from penstock.profiling.causes import Cause
 from penstock.reports import Column, Line, Table
-from penstock.texts import harmless
 
 __all__ = [
     "Unit",
     "answer",
     "causes",
+    "changes",
     "collectives",
     "communication",
     "division",
+    "instruction",
+    "left_out",
+    "mean_step_ns",
     "numbers",
-    "predictions",
+    "print_details",
     "purposes",
     "still_ns",
-    "table",
+    "tells_cause",
     "unit",
     "waited_for",
 ]
@@ -49,14 +51,12 @@ def unit(time_ns: float) -> Unit:
     return Unit("s", 1e9) if time_ns >= 10e9 else Unit("ms", 1e6) if time_ns >= 1e6 else Unit("µs", 1e3)
 
 
-def table(breakdown: Breakdown, advice: Advice | None = None) -> str:
-    """For a terminal of 80 columns, in lines that end."""
-    out = io.StringIO()
-    # A width of its own, so that what is piped into a file is as what is seen.
-    console = Console(file=out, width=WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
-    console.print(answer(breakdown))
+def print_details(breakdown: Breakdown, advice: Advice | None, console: Console, next_step: Change | None) -> None:
+    """What stands below the first screen, which has told ``next_step`` already."""
     if any(each.steps for each in breakdown.shares):
         console.print(division(breakdown).for_terminal())
+        if without := left_out(breakdown):
+            console.print(f"{without}\n")
         console.print(communication(breakdown).for_terminal())
         if waits := waited_for(breakdown):
             console.print(waits.for_terminal())
@@ -64,19 +64,22 @@ def table(breakdown: Breakdown, advice: Advice | None = None) -> str:
         console.print(collectives(breakdown).for_terminal())
     for note in breakdown.notes:
         console.print(note)
-    if advice is not None:
-        for number, cause in enumerate(advice.causes[:FIRST_CAUSES], 1):
-            console.print(f"{number}. {cause.text}.")
-            if told := numbers(cause):
-                console.print(f"   Numbers: {told}.")
-            if cause.change:
-                console.print(f"   Change: {cause.change}.")
-        if advice.predictions:
-            console.print(predictions(advice).for_terminal())
-            for each in advice.predictions:
-                if each.how:
-                    console.print(f"{each.change}: {each.how}")
-    return "\n".join(line.rstrip() for line in harmless(out.getvalue()).splitlines()) + "\n"
+    if advice is None:
+        return
+    if advice.causes:
+        console.print("Why a step takes so long\n")
+    for cause in advice.causes[:FIRST_CAUSES]:
+        is_told = next_step is not None and tells_cause(next_step) and next_step.cause == cause
+        console.print("- As the next step above says." if is_told else f"- {cause.text}.")
+        if told := numbers(cause):
+            console.print(f"  Numbers: {told}.")
+        if cause.kind not in WITHOUT:  # it has no place in the list below
+            console.print(f"  To change it: {cause.change}.")
+    if advice.changes:
+        console.print()
+        console.print(changes(breakdown, advice).for_terminal())
+        for place, each in enumerate(advice.changes, 1):
+            console.print(f"{place}. {each.what}: {'the next step above' if each == next_step else instruction(each)}.")
 
 
 # Why, and what would change it
@@ -84,7 +87,7 @@ def table(breakdown: Breakdown, advice: Advice | None = None) -> str:
 
 def causes(breakdown: Breakdown, advice: Advice) -> Table:
     """All causes, for the page."""
-    step_ns = _mean(each.step_ns for each in breakdown.shares if each.steps)
+    step_ns = mean_step_ns(breakdown)
     lines = [
         Line(
             [
@@ -92,8 +95,6 @@ def causes(breakdown: Breakdown, advice: Advice) -> Table:
                 cause.text,
                 numbers(cause),
                 share(cause.cost_ns / step_ns) if step_ns else duration(cause.cost_ns / 1e9),
-                "" if cause.gain_ns is None else duration(cause.gain_ns / 1e9),
-                cause.change,
             ]
         )
         for cause in advice.causes
@@ -103,8 +104,6 @@ def causes(breakdown: Breakdown, advice: Advice) -> Table:
         Column("what was found", is_text=True),
         Column("numbers", is_text=True, meaning="what the rule compared"),
         Column("explains", meaning="of the mean step"),
-        Column("gain", meaning="by how much a step should become shorter; empty where what was measured does not tell"),
-        Column("what to change", is_text=True),
     ]
     return Table("Why a step takes so long", columns, lines)
 
@@ -123,30 +122,40 @@ def _number(name: str, value: float) -> str:
     return f"{name.replace('_', ' ')} {value:.4g}"
 
 
-def predictions(advice: Advice) -> Table:
-    """What a step would take with something changed; on a page with the numbers that it follows from."""
-    found = advice.predictions
-    scale = unit(max((each.before_ns for each in found), default=1e6))
-    lines = [
-        Line(
-            [
-                each.change,
-                scale.text(each.after_ns),
-                f"±{100 * each.error:.0f} %",
-                f"{each.gain:.2f}×",
-            ],
-            meaning=f"{each.how}; {each.because}" if each.how else each.because,
+def changes(breakdown: Breakdown, advice: Advice) -> Table:
+    """The ranked list: what a step would take with something changed; on a page with the settings and the numbers behind them."""
+    step_ns = mean_step_ns(breakdown)
+    scale = unit(step_ns)
+    lines = []
+    for place, each in enumerate(advice.changes, 1):
+        cells = ["-", "-", "-"]
+        if each.gain_ns is not None:
+            after_ns = max(0.0, step_ns - each.gain_ns)
+            error = f"±{100 * each.prediction.error:.0f} %" if each.prediction is not None else "-"
+            cells = [scale.text(after_ns), error, f"{step_ns / after_ns:.2f}×" if after_ns else "-"]
+        because = each.prediction.because if each.prediction is not None else ""
+        lines.append(
+            Line([f"{place}. {each.what}", *cells], meaning="; ".join(filter(None, [instruction(each), because])))
         )
-        for each in found
-    ]
     columns = [
         Column("with", is_text=True),
-        Column(f"a step, {scale.name}"),
+        Column(f"a step, {scale.name}", meaning=HOW_TOLD),
         Column("error"),
         Column("faster"),
     ]
-    now = scale.text(found[0].before_ns) if found else ""
-    return Table(f"What a step would take instead of {now} {scale.name} (computed)", columns, lines)
+    return Table(f"What to change: a step takes {scale.text(step_ns)} {scale.name}", columns, lines)
+
+
+def instruction(change: Change) -> str:
+    """The setting or command; and where there is none for `--apply`, that."""
+    if change.obstacle and change.how:
+        return f"{change.how} ({change.obstacle})"
+    return change.how or change.obstacle
+
+
+def tells_cause(change: Change) -> bool:
+    """Whether what is to be done is what its cause says."""
+    return change.cause is not None and change.how == change.cause.change
 
 
 # In one line
@@ -157,12 +166,12 @@ def answer(breakdown: Breakdown) -> str:
     shares = [each for each in breakdown.shares if each.steps]
     if not shares:
         return _sums(breakdown)
-    step = _mean(each.step_ns for each in shares)
+    step = mean_step_ns(breakdown)
     still = _mean(map(still_ns, shares))
     who = "Ranks" if len(shares) > 1 else f"Rank {shares[0].rank}"
     of_step = f"of a step of {duration(step / 1e9)}"
     if still < LEAST * step or not step:
-        work = _mean_work(shares)
+        work = {name: time for name, time in _mean_work(shares).items() if name != MEASURING} or {OTHER: 0.0}
         most = max(work, key=work.__getitem__)
         verb = "compute" if len(shares) > 1 else "computes"
         working = f"{most} takes {share(work[most] / step)} {of_step}" if step else "steps take no time"
@@ -227,10 +236,12 @@ def _for_whom(shares: Sequence[Share]) -> str:
 def division(breakdown: Breakdown) -> Table:
     """A step by phase and exposed communication, of all ranks, or of a few and what is least and most of many."""
     shares = [each for each in breakdown.shares if each.steps]
-    step = _mean(each.step_ns for each in shares)
-    in_unit = unit(step)
+    step = mean_step_ns(breakdown)
+    in_unit = unit(_mean(each.step_ns for each in shares))
     is_few = len(shares) <= FEW
-    columns = [Column(f"a step, in {in_unit.name}", is_text=True), Column("mean"), Column("of it")]
+    is_measured = any(each.work.get(MEASURING) for each in shares)
+    of_it = "of the step, without what the profiler itself takes" if is_measured else ""
+    columns = [Column(f"a step, in {in_unit.name}", is_text=True), Column("mean"), Column("of it", meaning=of_it)]
     if is_few and len(shares) > 1:
         columns += [Column(f"rank {each.rank}") for each in shares]
     elif not is_few:
@@ -242,7 +253,8 @@ def division(breakdown: Breakdown) -> Table:
         if not any(values) and kind == "plain":
             return
         mean = _mean(values)
-        cells = [name, in_unit.text(mean), share(mean / step) if step else ""]
+        is_of_it = not is_measured or name not in (WHOLE, MEASURING)
+        cells = [name, in_unit.text(mean), share(mean / step) if step and is_of_it else "-" if step else ""]
         if is_few and len(shares) > 1:
             cells += [in_unit.text(value) for value in values]
         elif not is_few:
@@ -253,13 +265,23 @@ def division(breakdown: Breakdown) -> Table:
             cells += [least + which[0], in_unit.text(statistics.median(values)), most + which[1]]
         lines.append(Line(cells, kind="best" if kind == "best" else "plain"))
 
-    add("whole step", lambda each: each.step_ns, "best")
+    add(WHOLE, lambda each: each.step_ns, "best")
     for phase in phases(shares):
         add(phase, lambda each, phase=phase: each.work.get(phase, 0.0))  # type: ignore[misc]
     for purpose in purposes(shares):
         add(f"{_told(purpose)}: wire", lambda each, purpose=purpose: _of(each, purpose).exposed_wire_ns)  # type: ignore[misc]
         add(f"{_told(purpose)}: wait", lambda each, purpose=purpose: _of(each, purpose).exposed_wait_ns)  # type: ignore[misc]
     return Table("Where a step goes", columns, lines)
+
+
+def left_out(breakdown: Breakdown) -> str:
+    """What percentages are without, where that is worth a word."""
+    shares = [each for each in breakdown.shares if each.steps]
+    whole, step = _mean(each.step_ns for each in shares), mean_step_ns(breakdown)
+    if whole - step <= WORTH_A_WORD * whole:
+        return ""
+    took, of = duration((whole - step) / 1e9), duration(whole / 1e9)
+    return f"The profiler itself takes {took} of a step of {of}, {share(1 - step / whole)}: all percentages are without it."
 
 
 def communication(breakdown: Breakdown) -> Table:
@@ -348,6 +370,11 @@ def collectives(breakdown: Breakdown) -> Table:
 # Numbers
 
 
+def mean_step_ns(breakdown: Breakdown) -> float:
+    """Of all ranks, without what the profiler itself takes."""
+    return _mean(each.unprofiled_ns for each in breakdown.shares if each.steps)
+
+
 def still_ns(one: Share) -> float:
     """How long a rank stands still in a step."""
     return sum(each.exposed_ns for each in one.communication.values())
@@ -399,6 +426,9 @@ UNITS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("share", lambda value: f"{100 * value:.3g}%" if abs(value) >= 1e-4 else "0%"),
 )
 """In the names of a cause's numbers. The first that fits."""
-WIDTH, FEW, MOST_WAITED, FIRST_CAUSES = 80, 4, 5, 3
+FEW, MOST_WAITED, FIRST_CAUSES = 4, 5, 3
+HOW_TOLD = "computed: with an error by running sampled steps again, else by what a cause's rule compared; - where neither tells"
+WHOLE = "whole step"
 LEAST = 0.005
 """A share of a step that rounds to nothing."""
+WORTH_A_WORD = 0.02
