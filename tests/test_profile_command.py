@@ -96,6 +96,13 @@ def test_a_script_and_its_record(tmp_path: pathlib.Path) -> None:
     assert again.stdout.splitlines()[1:] == done.stdout.splitlines()[1:-1]
     assert all((tmp_path / name).stat().st_size > 100 for name in outputs.values())
     json.loads((tmp_path / "trace.json").read_text())
+    # Utilisation over time stands in the page, in the JSON, and beside the table where that is a file.
+    assert "<h2>Utilisation</h2>" in (tmp_path / "report.html").read_text()
+    used = {(each["what"], each["line"]) for each in json.loads((tmp_path / "table.json").read_text())["utilisation"]}
+    assert ("processor time", "rank 0") in used
+    assert "\nprocessor time,processors,rank 0," in (tmp_path / "table-utilisation.csv").read_text()
+    assert profile(tmp_path, "--read", "penstock-profile-1", "--csv", os.devnull).returncode == 0
+    assert not pathlib.Path(f"{os.devnull}-utilisation.csv").exists()
     assert json.loads((tmp_path / "traces" / "rank-0.json").read_text())["distributedInfo"]["rank"] == 0
     for option, name in outputs.items():
         refused = profile(tmp_path, "--read", "penstock-profile-1", option, f"trace.json/{name}")

@@ -44,8 +44,8 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     type=click.Path(file_okay=False, path_type=Path),
     help="Write a trace a rank into a folder, for HolisticTraceAnalysis.",
 )
-@click.option("--csv", type=_FILE, help="Write the table.")
-@click.option("--json", type=_FILE, help="Write the table.")
+@click.option("--csv", type=_FILE, help="Write the table, and beside it ...-utilisation.csv.")
+@click.option("--json", type=_FILE, help="Write the table, and utilisation over time.")
 @click.option("--apply", "applied", is_flag=True, help="Then run it again with the best change, and compare.")
 @click.argument("arguments", nargs=-1, metavar="[--] [SCRIPT.py | COMMAND] [ARGS]...", type=click.UNPROCESSED)
 def command(
@@ -213,6 +213,7 @@ def _tell(
     from penstock.profiling.advice import advise
     from penstock.profiling.breakdown import Breakdown
     from penstock.profiling.divide import divide
+    from penstock.profiling.usage import MOST_LINES, groups
     from penstock.profiling.utilisation import with_links
     from penstock.tools.profile.report import page
     from penstock.tools.profile.shown import table
@@ -225,10 +226,13 @@ def _tell(
     click.echo(table(breakdown, advice), nl=False)
     for problem in breakdown.problems:
         _say(problem)
+    used = groups(records, breakdown, MOST_LINES) if wanted["csv"] or wanted["json"] else []
     if wanted["csv"]:
         writers.csv(breakdown, wanted["csv"])
+        if used and wanted["csv"].is_file():  # beside /dev/stdout is no place for a file
+            writers.usage_csv(used, wanted["csv"].with_name(f"{wanted['csv'].stem}-utilisation.csv"))
     if wanted["json"]:
-        writers.json(breakdown, wanted["json"])
+        writers.json(breakdown, wanted["json"], used)
     if (wanted["perfetto"] or wanted["kineto"]) and not records:
         raise click.ClickException("what was read has sums only, and no moments for a trace")
     if wanted["perfetto"]:

@@ -27,7 +27,7 @@ from penstock.reports import (
     Table,
     series,
 )
-from penstock.tools.profile import shown, steps
+from penstock.tools.profile import resources, shown, steps
 from penstock.tools.profile.shown import Unit, still_ns, unit
 
 __all__ = ["page"]
@@ -48,6 +48,8 @@ def page(breakdown: Breakdown, records: Sequence[Record], advice: Advice | None 
         sections.append(Section("Communication", told))
         if records:  # a file of sums has no moments at all
             sections.append(Section("What the interfaces carry", carried(breakdown, records)))
+            if used := resources.pictures(breakdown, records):
+                sections.append(Section("Utilisation", used))
             sections.append(Section("One step, moment by moment", moments(breakdown, shares, records)))
     elif breakdown.shares:
         sections.append(Section("Communication", [shown.collectives(breakdown)]))
@@ -217,8 +219,8 @@ def carried(breakdown: Breakdown, records: Sequence[Record]) -> list[str | list[
         curves = [
             Curve(
                 f"{each.host} {each.interface}" if several else each.interface,
-                [(end - first) / 1e9 for (_, end), _ in steps.thinned(getattr(each, of))],
-                [rate / 1e6 for _, rate in steps.thinned(getattr(each, of))],
+                [(end - first) / 1e9 for (_, end), _ in utilisation.thinned(getattr(each, of).points, MOST_POINTS)],
+                [rate / 1e6 for _, rate in utilisation.thinned(getattr(each, of).points, MOST_POINTS)],
                 series(index),
                 is_steps=True,
                 width_px=1.4,
@@ -245,8 +247,8 @@ def _through_memory(breakdown: Breakdown, records: Sequence[Record]) -> list[str
     curves = [
         Curve(
             each.host,
-            [(end - first) / 1e9 for (_, end), _ in steps.thinned(each)],
-            [rate / 1e6 for _, rate in steps.thinned(each)],
+            [(end - first) / 1e9 for (_, end), _ in utilisation.thinned(each.points, MOST_POINTS)],
+            [rate / 1e6 for _, rate in utilisation.thinned(each.points, MOST_POINTS)],
             series(index),
             is_steps=True,
             width_px=1.4,
@@ -361,3 +363,4 @@ HOW_PREDICTED = (
 )
 FIRST_BARS, MORE_BARS, MOST_ROWS, MOST_INTERFACES, MOST_HOSTS, MOST_DROPS = 7, 16, 6, 5, 16, 12
 """`FIRST_BARS` fit on the first screen of a phone, between the answer and the next step."""
+MOST_POINTS = 300
