@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import pytest
 
 from penstock.profiling.breakdown import Breakdown, Moving, Share
 from penstock.profiling.readers import load
-from penstock.profiling.record import Header, Interval, Operation, Readings, Record, Sample, Span, Step, Wait
+from penstock.profiling.record import Event, Header, Interval, Operation, Readings, Record, Sample, Span, Step, Wait
 
 MS = 1_000_000
 
@@ -91,8 +92,50 @@ def record(rank: int, world: int, *, late: int | None = 3, steps: int = 4) -> Re
     return found
 
 
+def resources(at_ms: int, ranks: Sequence[int]) -> dict[str, float]:
+    """Counters of a host with these ranks, two disks and three streams. Each rank uses a tenth of a processor more than the one
+    before and 100 MiB more, which grow; disk ``vda`` is written to at 50 MB/s, and ``vdb`` does nothing; stream N moves N + 1
+    MB/s, and has a window of N + 1 times 100 KiB and a round trip of N + 1 ms, of which stream 2 has one of 40 ms at 5.4 s."""
+    seconds = at_ms / 1e3
+    values = {
+        "cpu.processors": 8.0,
+        "cpu.busy_s": 4 * seconds,
+        "memory.available_bytes": float((8 << 30) - at_ms * 1000),
+        "disk.vda.written_bytes": 50e6 * seconds,
+        "disk.vda.read_bytes": 0.0,
+        "disk.vdb.written_bytes": 7.0,
+        "gpu.0.busy_share": 0.0,
+        "gpu.0.memory_bytes": float(1 << 30),
+    }
+    for rank in ranks:
+        key = f"pid.{100 + rank}."
+        values[f"{key}cpu_s"] = (rank + 1) / 10 * seconds
+        values[f"{key}thread.{100 + rank}.python.cpu_s"] = (rank + 1) / 20 * seconds
+        values[f"{key}thread.{2000 + rank}.penstock.cpu_s"] = (rank + 1) / 40 * seconds
+        values[f"{key}memory_bytes"] = (rank + 1) * (100 << 20) + 1e4 * at_ms
+    for number in range(3):
+        key = f"stream.{number}."
+        values[f"{key}tx_bytes"] = values[f"{key}rx_bytes"] = (number + 1) * 1e6 * seconds
+        values[f"{key}rtt_us"] = 40e3 if number == 2 and at_ms == 5400 else (number + 1) * 1e3
+        values[f"{key}cwnd_bytes"] = float((number + 1) * (100 << 10))
+        values[f"{key}delivery_bytes_per_s"] = (number + 1) * 1.5e6
+        values[f"{key}retransmits"] = 10 * seconds if number == 1 else 0.0
+    return values
+
+
 def records(ranks: int) -> list[Record]:
-    return [record(rank, ranks) for rank in range(ranks)]
+    """Their hosts' readings also have `resources`, and their streams are told of."""
+    found = [record(rank, ranks) for rank in range(ranks)]
+    for each in found:
+        of_host, is_first = range(each.header.rank % 2, ranks, 2), each.header.host == "a"
+        for at, reading in zip(itertools.count(5_000, 20), each.readings, strict=False):
+            reading.values.update(resources(at, of_host))
+        ends = ("10.0.0.1:400", "10.0.0.2:500") if is_first else ("10.0.0.2:500", "10.0.0.1:400")
+        each.events += [
+            Event(0, "stream", f"{number} {100 + of_host[0]} eth0 {ends[0]}{number} {ends[1]}{number}")
+            for number in range(3)
+        ]
+    return found
 
 
 def event(

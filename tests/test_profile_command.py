@@ -17,6 +17,7 @@ import pytest
 
 import forked
 from penstock.cli import main
+from penstock.profiling import record
 from penstock.profiling.record import Event, Header, Record, Step
 from penstock.tools.profile import run
 from penstock.tools.testbed import Testbed
@@ -43,6 +44,8 @@ def profile(folder: pathlib.Path, *arguments: str, **options: Any) -> subprocess
         (["--read", "absent"], "does not exist"),
         (["-o", "a-file/below", "here.py"], "cannot write to"),
         (["-o", "full", "here.py"], "holds a profile already"),
+        (["--period-ms", "9", "here.py"], "10<=x<=1000"),
+        (["--read", ".", "--period-ms", "20"], "--period-ms is for a command that runs"),
         (["--html", "a-file/report.html", "here.py"], "cannot write a-file/report.html"),
         (["--kineto", "a-file/below", "here.py"], "cannot write a-file/below"),
     ],
@@ -97,10 +100,25 @@ def test_a_script_and_its_record(tmp_path: pathlib.Path) -> None:
     assert again.stdout.splitlines()[1:] == done.stdout.splitlines()[1:-1]
     assert all((tmp_path / name).stat().st_size > 100 for name in outputs.values())
     json.loads((tmp_path / "trace.json").read_text())
+    # Utilisation over time stands in the page, in the JSON, and beside the table where that is a file.
+    assert "<h2>Utilisation</h2>" in (tmp_path / "report.html").read_text()
+    used = {(each["what"], each["line"]) for each in json.loads((tmp_path / "table.json").read_text())["utilisation"]}
+    assert ("processor time", "rank 0") in used
+    assert "\nprocessor time,processors,rank 0," in (tmp_path / "table-utilisation.csv").read_text()
+    assert profile(tmp_path, "--read", "penstock-profile-1", "--csv", os.devnull).returncode == 0
+    assert not pathlib.Path(f"{os.devnull}-utilisation.csv").exists()
     assert json.loads((tmp_path / "traces" / "rank-0.json").read_text())["distributedInfo"]["rank"] == 0
     for option, name in outputs.items():
         refused = profile(tmp_path, "--read", "penstock-profile-1", option, f"trace.json/{name}")
         assert refused.returncode == 1 and "cannot write" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_the_period_of_the_counters_can_be_chosen(tmp_path: pathlib.Path) -> None:
+    """It reaches the process that reads them; without the option it is 100 ms."""
+    for number, (options, period_ms) in enumerate(((["--period-ms", "20"], 20), ([], 100)), 1):
+        assert profile(tmp_path, *options, str(SCRIPT), "accumulation").returncode == 0
+        (path,) = (tmp_path / f"penstock-profile-{number}").glob("host-*.jsonl")
+        assert record.read(path).header.about["period_ms"] == period_ms
 
 
 def test_the_exit_code_is_the_scripts(tmp_path: pathlib.Path) -> None:

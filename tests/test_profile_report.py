@@ -15,14 +15,14 @@ from rich.console import Console
 
 import planted_records
 import profiled
-from penstock.profiling import causes, writers
+from penstock.profiling import causes, utilisation, writers
 from penstock.profiling.advice import Advice
 from penstock.profiling.breakdown import PHASES, PURPOSES, Breakdown, Moving, Share
 from penstock.profiling.causes import Cause
 from penstock.profiling.predict import Prediction
 from penstock.profiling.readers import load
 from penstock.profiling.record import Operation, Readings, Record, Wait
-from penstock.reports import Axis, Bars, Lines, Picture, Row, Stretch, Table, Timeline, render, timeline
+from penstock.reports import Axis, Bars, Lines, Panel, Picture, Row, Stretch, Table, Timeline, render, timeline
 from penstock.reports.terminal import print_first_screen
 from penstock.tools.profile import report, steps
 from penstock.tools.profile.shown import answer, communication, division, left_out, unit, waited_for
@@ -225,8 +225,8 @@ def test_rates_are_differences_of_counters() -> None:
         ],
     )
     (rates,) = steps.rates([one], Breakdown(()))
-    received, sent = steps.thinned(rates.rx), steps.thinned(rates.tx)
-    assert min(rate for _, rate in received) >= 0 and len(received) <= steps.MOST_POINTS
+    received, sent = (utilisation.thinned(way.points, report.MOST_POINTS) for way in (rates.rx, rates.tx))
+    assert min(rate for _, rate in received) >= 0 and len(received) <= report.MOST_POINTS
     assert [rate for _, rate in sent] == pytest.approx([1e3] * len(sent))
     assert sent[0][0][0] == 0 and sent[-1][0][1] == 4999 * MS
 
@@ -246,6 +246,61 @@ def test_the_page_says_why_traffic_falls() -> None:
             assert len(blocks) == 1
 
 
+def test_the_page_shows_what_was_used() -> None:
+    """A picture of each resource that was recorded, with the numbers planted in `profiled.resources`, and none of what was not:
+    nothing reads a disk or fills /dev/shm. Of two hosts, what is of one says of which."""
+    shown = pictures(profiled.breakdown(4), profiled.records(4))
+    wanted = {
+        "processors": "At most 4 processors are used by all programs of a.",
+        "threads": "The main thread of rank 3 takes 20% of a processor at most.",
+        "resident": "Rank 3 has 456 MiB in memory at most.",
+        "free": "At least 7.99 GiB of memory are available on a.",
+        "disks": "Disk vda of a writes 50 MB/s to disk at most.",
+        "windows": "Stream 2 (rank 0 to rank 1) has a round trip of 40 ms at most; stream 2 (rank 0 to rank 1) has up to 300 KiB "
+        "on the way.",
+        "deliveries": "Stream 2 (rank 0 to rank 1) delivers 4.5 MB/s at most; stream 1 (rank 0 to rank 1) sends 8 segments "
+        "again.",
+        "gpus": "GPU 0 of a is busy for 0% of the time at most; GPU 0 of a has 1 GiB in use at most.",
+    }
+    assert {name: shown[name].see for name in shown if name in wanted} == wanted
+    panels = {name: panels_of(shown[name]) for name in wanted}
+    assert [panel.y.label for panel in panels["windows"]] == ["round trip, ms", "congestion window, MiB"]
+    assert [len(each) for each in panels.values()] == [1, 1, 1, 1, 1, 2, 2, 2]
+    rank_3 = next(curve for curve in panels["processors"][0].curves if curve.label == "rank 3")
+    assert list(rank_3.y) == pytest.approx([0.4] * len(rank_3.y)) and rank_3.x[-1] == pytest.approx(0.84)
+    assert panels["windows"][1].curves[-1].y == pytest.approx([100 / 1024] * 42), "stream 0, the last of five"
+    assert "Processor time: 5 of 6 are shown, those with the highest mean first." in shown["processors"].how
+    assert "Of each, 5 of 6 are shown, those first that moved most bytes." in shown["windows"].how
+    bare = [Record(each.header, each.steps, each.samples, readings=[]) for each in profiled.records(4)]
+    headings = [section.title for section in report.page(profiled.breakdown(4), bare).sections]
+    assert "Utilisation" not in headings
+
+
+def panels_of(picture: Picture) -> list[Panel]:
+    assert isinstance(picture.chart, Lines)
+    return list(picture.chart.panels)
+
+
+def test_a_page_of_many_ranks_and_readings_stays_small() -> None:
+    """1,000 ranks on two hosts and 1,000 readings: five lines a panel, of 200 points each, and less than 1 MB in all."""
+    many = profiled.records(2)
+    others = [Record(dataclasses.replace(many[0].header, rank=rank, pid=100 + rank)) for rank in range(2, 1000)]
+    for each in many:
+        ranks = range(each.header.rank, 1000, 2)
+        # Of most ranks there are two readings.
+        each.readings = [
+            Readings(at * MS, profiled.resources(at, ranks if at in (5_000, 5_999) else ranks[-5:]))
+            for at in range(5_000, 6_000)
+        ]
+    page = report.page(profiled.breakdown(2), [*many, *others])
+    shown = {each.name: each for section in page.sections for each in section.blocks if isinstance(each, Picture)}
+    used = [panel for name in ("processors", "threads", "windows") for panel in panels_of(shown[name])]
+    assert {len(panel.curves) for panel in used} == {5}
+    assert {len(curve.x) for panel in used for curve in panel.curves} == {200}
+    assert "5 of 1002 are shown" in shown["processors"].how
+    assert len(render(page)) < 1_000_000
+
+
 def test_without_readings_or_samples_the_page_says_how_to_get_them() -> None:
     """In place of the pictures; a file of sums has neither heading."""
     bare = [dataclasses.replace(each, readings=[], samples=[]) for each in profiled.records(2)]
@@ -261,7 +316,7 @@ def test_without_readings_or_samples_the_page_says_how_to_get_them() -> None:
     [
         (alone(communication=moving(wire_ms=60)), "how much of the link"),
         (alone(communication=moving(wait_ms=60)), "wait for each other"),
-        (alone(communication=moving("embedding sync", wait_ms=60)), "bubble"),
+        (alone(communication=moving("pipeline forward recv", wait_ms=60)), "bubble"),
         (alone(communication={}, work={"loading": 60.0 * MS, "other": 152.0 * MS}), "num_workers"),
         (alone(communication={}, work={"backward": 212.0 * MS}), "perfetto"),
         (Breakdown(()), "torchrun"),

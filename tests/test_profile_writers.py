@@ -17,11 +17,13 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+import profiled
 from penstock.errors import Config
 from penstock.profiling.breakdown import Breakdown, Moving, Share
 from penstock.profiling.divide import divide
 from penstock.profiling.record import Event, Operation, Readings, Record, Sample, Step
-from penstock.profiling.writers import csv, from_json, json, kineto, perfetto
+from penstock.profiling.usage import groups
+from penstock.profiling.writers import csv, from_json, json, kineto, perfetto, usage_csv
 from profiles import data_parallel, header, shifted, wild
 from test_profile_divide import a_job
 
@@ -177,6 +179,44 @@ def test_readings_become_counters_on_the_hosts_own_track(tmp_path: pathlib.Path)
     assert divide([*data_parallel(2), host]) == divide(data_parallel(2))
 
 
+def test_links_have_tracks_of_their_host(tmp_path: pathlib.Path) -> None:
+    """A track for each interface and each stream of a host, by name, with what it carried from reading to reading; nothing of
+    streams on the ranks' training threads, but in the trace of one rank, which has no hosts."""
+    records = data_parallel(2, hosts=["a", "b"])
+    for record, text in zip(
+        records, ("7 1000 eth0 10.0.0.1:4 10.0.0.2:5", "9 1001 eth0 10.0.0.2:5 10.0.0.1:4"), strict=True
+    ):
+        record.events.append(Event(0, "stream", text))
+    for at, total in enumerate([0, 1000, 1000, 4000]):
+        values = {"stream.7.tx_bytes": float(total), "stream.7.rtt_us": 5.0, "nic.eth0.100.rx_bytes": 2.0 * total}
+        records[0].readings.append(Readings(at * MS, {**values, "nic.idle.mtu_bytes": 1500.0}))
+    records[1].readings.append(Readings(0, {"memory.available_bytes": 1.0}))
+    perfetto(records, tmp_path / "t.json")
+    events = loaded(tmp_path / "t.json")
+    pids = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
+    tracks = {
+        (event["pid"], event["args"]["name"]): event["tid"]
+        for event in events
+        if event["name"] == "thread_name" and event["pid"] > 1
+    }
+    a, b = (pids[f"links and counters of {host}"] for host in "ab")
+    stream = "stream 7 (rank 0 to rank 1), eth0, 10.0.0.1:4 to 10.0.0.2:5"
+    other = "stream 9 (rank 1 to rank 0), eth0, 10.0.0.2:5 to 10.0.0.1:4"
+    assert set(tracks) == {(a, "eth0.100"), (a, stream), (b, other)}
+    spans = [event for event in events if event.get("cat") == "link"]
+    of_stream, of_interface = (
+        [event for event in spans if (event["pid"], event["tid"]) == (a, tracks[a, name])]
+        for name in (stream, "eth0.100")
+    )
+    assert len(spans) == 4, "nothing moved between the second and the third reading"
+    assert [event["name"] for event in of_stream] == ["1 MB/s sent, 0 B/s received", "3 MB/s sent, 0 B/s received"]
+    assert [event["args"]["rtt_us"] for event in of_stream] == [5, 5]
+    assert [(event["ts"], event["dur"]) for event in of_interface] == [(0, 1000), (2000, 1000)]
+    assert [event["args"]["rx_bytes_per_s"] for event in of_interface] == [2e6, 6e6]
+    assert not any(event["name"] == "stream" for event in events)
+    assert any(event["name"] == "stream" for event in loaded(kineto(records, tmp_path)[0]))
+
+
 def test_a_large_trace_is_written_without_holding_it(tmp_path: pathlib.Path) -> None:
     """2,000 operations are 1 MB of text: writing them takes little beside what their matching takes."""
     records = []
@@ -235,6 +275,48 @@ def test_what_only_other_tools_files_have_is_in_the_tables(tmp_path: pathlib.Pat
     assert rows["a phase", "work", "1"] == "2" and rows["AllReduce", "wire", "1"] == "5"
     json(breakdown, tmp_path / "b.json")
     assert from_json(tmp_path / "b.json").notes == ("a note",)
+
+
+def test_what_was_used_is_in_both_tables(tmp_path: pathlib.Path) -> None:
+    """The same lines and points, on the first host's clock; how many lines were left out; and the breakdown reads back. What
+    overflows is left out."""
+    records, breakdown = profiled.records(40), profiled.breakdown(40)
+    for record in records:
+        for at, reading in enumerate(record.readings):
+            reading.values["disk.vdc.read_bytes"] = 1e308 if at % 2 else 0.0
+    used = groups(records, breakdown, 32)
+    json(breakdown, tmp_path / "b.json", used=used)
+    assert from_json(tmp_path / "b.json") == breakdown
+    content = decoder.loads((tmp_path / "b.json").read_text())
+    assert content["utilisation_left_out"] == {
+        "processor time": 10,
+        "processor time of threads": 48,
+        "memory of ranks": 8,
+    }
+    lines = {(each["what"], each["line"]): each for each in content["utilisation"]}
+    assert {what for what, _ in lines} == {group.what for group in used} and (
+        "read from disk",
+        "disk vdc of a",
+    ) not in lines
+    sent = lines["written to disk", "disk vda of b"]
+    assert (sent["unit"], sent["host"], sent["counter"]) == ("bytes/s", "b", "disk.vda.written_bytes")
+    assert [value for _, _, value in sent["points"]] == pytest.approx([50e6] * 42)
+    # Its clock is 1.25 ms behind.
+    assert sent["points"][0][:2] == [5_000 * MS, 5_020 * MS]
+    assert [lines["round trip", "stream 2 (rank 0 to rank 1)"]["points"][at][2] for at in (18, 19, 20)] == [
+        3e3,
+        40e3,
+        3e3,
+    ]
+    usage_csv(used, tmp_path / "u.csv")
+    with (tmp_path / "u.csv").open(newline="") as file:
+        rows = list(library.DictReader(file))
+    assert len(rows) == sum(len(each["points"]) for each in lines.values())
+    own = [row for row in rows if (row["what"], row["line"]) == ("written to disk", "disk vda of b")]
+    assert [[int(row["start_ns"]), int(row["end_ns"]), float(row["value"])] for row in own] == sent["points"]
+    assert {row["counter"] for row in own} == {sent["counter"]} and {row["unit"] for row in own} == {"bytes/s"}
+    json(breakdown, tmp_path / "b.json")
+    assert decoder.loads((tmp_path / "b.json").read_text())["utilisation"] == []
 
 
 SIZES = st.floats(0, 1e15)

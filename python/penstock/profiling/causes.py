@@ -385,7 +385,9 @@ def _busy_core(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cau
     gain_ns = cost_ns * (1 - max([1 / FOUR_THREADS, *(min(1.0, share / FULL) for share in shares)]))
     change = _on_penstock(measures, "PENSTOCK_IO_THREADS=4")
     settings = MORE_THREADS if has_settings(measures.backend) else {}
-    return Cause("one core", "wire", text, change, cost_ns, gain_ns, rank.number, rank.host, "", numbers, settings=settings)
+    return Cause(
+        "one core", "wire", text, change, cost_ns, gain_ns, rank.number, rank.host, "", numbers, settings=settings
+    )
 
 
 def _on_penstock(measures: Measures, setting: str) -> str:
@@ -433,7 +435,9 @@ def _flow_cap(measures: Measures, links: Sequence[Link], cost_ns: float) -> Caus
     if not has_settings(measures.backend):
         change = f"init_process_group('penstock') instead of {measures.backend}: it has several streams to each peer"
         settings = {"backend": "penstock"} if measures.backend == "gloo" else {}
-    return Cause("flow cap", "wire", text, change, cost_ns, gain_ns, None, link.host, link.interface, numbers, settings=settings)
+    return Cause(
+        "flow cap", "wire", text, change, cost_ns, gain_ns, None, link.host, link.interface, numbers, settings=settings
+    )
 
 
 def _copies(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cause | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from penstock.addresses import split
 from penstock.profiling.breakdown import MEASURING, Breakdown, Share
 from penstock.profiling.record import Interval, Record
+from penstock.profiling.streams import ends
 from penstock.profiling.utilisation import MEMORY_READ, Host, Limit, hosts, steady
 
 __all__ = ["Link", "Measures", "Rank", "Stream"]
@@ -250,7 +251,7 @@ class Measures:
                 self._rate(host, f"stream.{number}.{name}", window)
                 for name in ("tx_bytes", "busy_us", "window_limited_us", "buffer_limited_us")
             )
-            rtt_us = self.median(host.round_trips.get(f"stream.{number}.rtt_us", ()))
+            rtt_us = self.median(host.levels.get(f"stream.{number}.rtt_us", ((), ()))[1])
             least_us = host.last.get(f"stream.{number}.least_rtt_us", 0.0)
             window_share = min(1.0, (late + short) / busy) if busy > 0 else 0.0
             found.append(
@@ -323,13 +324,9 @@ def _covered(host: Host, names: Sequence[str], window: Interval) -> Interval:
 
 def _described(host: Host) -> Iterable[tuple[str, str, str]]:
     """Of each stream of a host: its number, interface, and the place at its other end; these are empty where nothing tells."""
-    is_told = False
-    for event in host.record.events:
-        fields = event.text.split()
-        if event.kind == "stream" and len(fields) == 5:
-            is_told = True
-            yield fields[0], fields[2], fields[4]
-    if not is_told:
+    told = ends(host.record)
+    yield from ((each.number, each.interface, each.there) for each in told)
+    if not told:
         for name in host.counters:
             if name.startswith("stream.") and name.endswith(".tx_bytes"):
                 yield name.split(".")[1], "", ""
@@ -339,10 +336,9 @@ def _places(found: Iterable[Host]) -> dict[str, str]:
     """Hosts by their addresses, as their own streams show them."""
     places = {}
     for host in found:
-        for event in host.record.events:
-            fields = event.text.split()
-            if event.kind == "stream" and len(fields) == 5 and fields[2] != "lo":
-                places[_address(fields[3])] = host.name
+        for each in ends(host.record):
+            if each.interface != "lo":
+                places[_address(each.here)] = host.name
     return places
 
 

@@ -40,7 +40,7 @@ class Sampler:
         self._due: dict[str, int] = {}
         self._discovery_ns = FIRST_DISCOVERY_NS
         named = path.stem.removeprefix("host-") if path.name.startswith("host-") else socket.gethostname()
-        self._write(line(_header(pids, host or named)))
+        self._write(line(_header(pids, host or named, period_ns)))
 
     @property
     def _slower(self) -> int:
@@ -63,7 +63,7 @@ class Sampler:
         self._interfaces.read(values)
         self._processes.read(values)
         # A reading of many streams comes as much later as it costs more.
-        streams_ns = max(self._slower * STREAMS_NS, self._streams.count // 16 * self.period_ns)
+        streams_ns = self._slower * max(STREAMS_NS, self._streams.count // 16 * SIXTEEN_STREAMS_NS)
         if self._is_due("streams", now_ns, streams_ns) and not self._streams.read(values):
             self._hurry(now_ns)
         # A short run has few readings; so there are more of them at first.
@@ -202,14 +202,15 @@ FIRST_DISCOVERY_NS = 500_000_000
 LAST_DISCOVERY_NS = 16_000_000_000
 SLOW_NS = 2_000_000_000
 STREAMS_NS = 500_000_000
+SIXTEEN_STREAMS_NS = 100_000_000
 EARLY_NS = 10_000_000_000
 LIMITS_NS = 30_000_000_000
 
 GROWTH_BYTES = 64 << 20
 
 
-def _header(pids: Sequence[int], host: str) -> Header:
-    """Of the first rank here; `about` says that these are counters, and of whom."""
+def _header(pids: Sequence[int], host: str, period_ns: int) -> Header:
+    """Of the first rank here; `about` says that these are counters, of whom, and how often they are read."""
     ranks, world = {}, 1
     for pid in pids:
         try:
@@ -229,7 +230,11 @@ def _header(pids: Sequence[int], host: str) -> Header:
         pid=os.getpid(),
         start_ns=time.monotonic_ns(),
         wall_ns=time.time_ns(),
-        about={"counters": True, "ranks": {str(rank): pid for rank, pid in sorted(ranks.items())}},
+        about={
+            "counters": True,
+            "ranks": {str(rank): pid for rank, pid in sorted(ranks.items())},
+            "period_ms": period_ns / 1e6,
+        },
     )
 
 

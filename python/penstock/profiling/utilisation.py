@@ -24,6 +24,7 @@ __all__ = [
     "only_grows",
     "series",
     "steady",
+    "thinned",
     "with_links",
 ]
 
@@ -74,14 +75,16 @@ class Host:
         columns: dict[str, tuple[list[int], list[float], list[float]]] = {}
         self.last: dict[str, float] = {}
         """Of every value, the last that was read."""
-        self.round_trips: dict[str, list[float]] = {}
-        """By counter of a stream's round trip, all that were read."""
+        self.levels: dict[str, tuple[list[int], list[float]]] = {}
+        """Of every value that does not only grow: when it was read, and what it was."""
         for reading in record.readings:
             for name, value in reading.values.items():
                 self.last[name] = value
                 if not only_grows(name):
-                    if name.endswith(".rtt_us"):
-                        self.round_trips.setdefault(name, []).append(value)
+                    moments, levels = self.levels.setdefault(name, ([], []))
+                    if not moments or reading.time_ns > moments[-1]:
+                        moments.append(reading.time_ns)
+                        levels.append(value)
                     continue
                 times, values, totals = columns.setdefault(name, ([], [], []))
                 if times and reading.time_ns <= times[-1]:
@@ -100,6 +103,13 @@ class Host:
         """By how much a counter grew; one that was not read did not grow."""
         counted = self.counters.get(name)
         return counted.grown(start_ns, end_ns) if counted is not None else 0.0
+
+    def points(self, name: str) -> Iterator[tuple[Interval, float]]:
+        """On the host's clock: a counter as its rate from reading to reading, another value as what it is at the end of each."""
+        if name in self.counters:
+            return _rates(self.counters[name])
+        moments, levels = self.levels.get(name, ([], []))
+        return zip(itertools.pairwise(moments), levels[1:], strict=True) if len(moments) > 1 else iter(())
 
     def limit(self, interface: str, direction: str) -> Limit | None:
         """Of ``tx`` or ``rx`` of an interface. A shaper limits what is sent; what is received is taken to be limited alike, since
@@ -124,11 +134,11 @@ class Host:
 
 @dataclass(frozen=True)
 class Series:
-    """A rate over time."""
+    """A rate or a level over time."""
 
     host: str
     name: str
-    """Of its counter, such as ``nic.eth0.tx_bytes``: the rate is per second."""
+    """Of its counter, such as ``nic.eth0.tx_bytes``: the rate of what only grows is per second."""
     points: tuple[tuple[Interval, float], ...]
     """On the first host's clock."""
     limit: Limit | None = None
@@ -156,16 +166,26 @@ def with_links(records: Sequence[Record], bytes_per_s: float) -> list[Record]:
     return found
 
 
-def series(records: Iterable[Record], breakdown: Breakdown) -> list[Series]:
+def series(records: Iterable[Record], breakdown: Breakdown) -> Iterator[Series]:
     """Every counter of every host as rates, on the clock of the first host as `breakdown` has it."""
-    found = []
     for host in hosts(records):
         shift = round(breakdown.offsets_ns.get(host.name, (0.0, 0.0))[0])
         for name, counted in host.counters.items():
             points = tuple(((start + shift, end + shift), rate) for (start, end), rate in _rates(counted))
             kind, interface, direction = _parts(name)
             is_limited = kind == "nic" and name.endswith("x_bytes")
-            found.append(Series(host.name, name, points, host.limit(interface, direction) if is_limited else None))
+            yield Series(host.name, name, points, host.limit(interface, direction) if is_limited else None)
+
+
+def thinned(points: Sequence[tuple[Interval, float]], most: int) -> list[tuple[Interval, float]]:
+    """At most so many of a series, each the mean of those that it stands for."""
+    stride = -(-len(points) // most) or 1
+    found = []
+    for at in range(0, len(points), stride):
+        joined = points[at : at + stride]
+        moved = sum(rate * (end - start) for (start, end), rate in joined)
+        start, end = joined[0][0][0], joined[-1][0][1]
+        found.append(((start, end), moved / (end - start)))
     return found
 
 

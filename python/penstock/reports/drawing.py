@@ -312,9 +312,11 @@ def _scale(axes: Axes, name: str, axis: Axis, values: Sequence[float], pixels: f
         axes.set(**{f"{name}scale": "log"})
         low, high = low / 1.3, high * 1.3
     else:
+        # From zero on, so that what is always the same does not lie on the upper edge.
+        low = 0.0 if axis.from_zero else low
         span = (high - low) or abs(high) or 1.0
         room = 1.15 * below / (pixels - below)
-        low, high = (0.0 if axis.from_zero else low - (0.05 + room) * span), high + 0.1 * span
+        low, high = (low if axis.from_zero else low - (0.05 + room) * span), high + 0.1 * span
     axes.set(**{f"{name}lim": (low, high)})
     most = max(2, int(pixels / (70 if name == "x" else 40)))
     if axis.ticks is not None:

@@ -1,4 +1,4 @@
-"""A breakdown as CSV, for spreadsheets, and as JSON, from which it can be read again."""
+"""A breakdown as CSV, for spreadsheets, and as JSON, from which it can be read again; and what was used over time, in both."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 from penstock.errors import Config
 from penstock.profiling.advice import Change
 from penstock.profiling.breakdown import PHASES, PURPOSES, Breakdown, Moving, Share
+from penstock.profiling.usage import Group, Line
 from penstock.profiling.writers.whole import whole
 
-__all__ = ["csv", "from_json", "json"]
+__all__ = ["csv", "from_json", "json", "usage_csv"]
 
 FORMAT = "penstock-breakdown/1"
 
@@ -34,6 +35,8 @@ COLUMNS = (
 )
 """docs/reference/profile.md says what they hold."""
 
+USAGE_COLUMNS = ("what", "unit", "line", "host", "counter", "start_ns", "end_ns", "value")
+
 
 def csv(breakdown: Breakdown, path: Path) -> None:
     """Write a row for each part of each rank's mean step. Rows with ``exposed`` 1 sum to the step.
@@ -49,8 +52,23 @@ def csv(breakdown: Breakdown, path: Path) -> None:
                 writer.writerow((share.rank, share.steps, share.sampled, *row))
 
 
-def json(breakdown: Breakdown, path: Path, changes: Sequence[Change] = ()) -> None:
-    """Write a breakdown so that `from_json` gives the same, and beside it the ranked list of changes.
+def usage_csv(used: Iterable[Group], path: Path) -> None:
+    """Write a row for each point of each line.
+
+    Raises:
+        Config: the file cannot be written.
+    """
+    with whole(path) as file:
+        writer = library.writer(file, lineterminator="\n")
+        writer.writerow(USAGE_COLUMNS)
+        for group in used:
+            for line in group.lines:
+                head = (group.what, group.unit, line.label, line.host, line.counter)
+                writer.writerows((*head, start, end, _plain(value)) for (start, end), value in line.points)
+
+
+def json(breakdown: Breakdown, path: Path, changes: Sequence[Change] = (), used: Sequence[Group] = ()) -> None:
+    """Write a breakdown so that `from_json` gives the same; beside it the ranked list of changes, and what was used over time.
 
     Raises:
         Config: the file cannot be written.
@@ -65,8 +83,13 @@ def json(breakdown: Breakdown, path: Path, changes: Sequence[Change] = ()) -> No
         "changes": [_change(each) for each in changes],
     }
     with whole(path) as file:
-        encoder.dump(content, file, indent=1, allow_nan=False)
-        file.write("\n")
+        text = encoder.dumps(content, indent=1, allow_nan=False)
+        # A line of the file for each line over time, which may have hundreds of points.
+        file.write(f'{text[:-2]},\n "utilisation": [')
+        lines = (encoder.dumps(_line(group, line), allow_nan=False) for group in used for line in group.lines)
+        file.write(",".join(f"\n  {line}" for line in lines))
+        left_out = {group.what: group.left_out for group in used if group.left_out}
+        file.write(f'\n ],\n "utilisation_left_out": {encoder.dumps(left_out)}\n}}\n')
 
 
 def from_json(path: Path) -> Breakdown:
@@ -113,6 +136,12 @@ def _change(one: Change) -> dict[str, object]:
         "error": None if told is None else told.error,
         "cause": None if one.cause is None else one.cause.kind,
     }
+
+
+def _line(group: Group, line: Line) -> dict[str, Any]:
+    points = [[start, end, value] for (start, end), value in line.points]
+    names = {"line": line.label, "host": line.host, "counter": line.counter}
+    return {"what": group.what, "unit": group.unit, **names, "points": points}
 
 
 def _rows(share: Share) -> Iterator[tuple[object, ...]]:

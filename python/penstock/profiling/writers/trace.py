@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.numbers import byte_rate
+from penstock.profiling import streams
 from penstock.profiling.clocks import Clock, clocks
 from penstock.profiling.divide import flight, standing
 from penstock.profiling.intervals import clipped, union
@@ -31,7 +33,7 @@ Event = dict[str, Any]
 
 def perfetto(records: Sequence[Record], path: Path) -> None:
     """Write one trace of the whole job: a process a rank, tracks for its training thread, its waits, its operators and each
-    group's operations, arrows between ranks, and the hosts' counters.
+    group's operations, arrows between ranks; and a process a host, with a track for each interface and stream, and its counters.
 
     Memory: some 1.5 KB for each sampled operation beside the records; events are written one by one.
 
@@ -121,9 +123,16 @@ class _Job:
         hosts = list(dict.fromkeys(record.header.host for record in self.records))
         # All ranks of a host have its readings.
         counted = {record.header.host: record for record in reversed(self.records) if record.readings}
+        named = streams.names(self.records)
+        told = {(record.header.host, each.number): each for record in self.records for each in streams.ends(record)}
         for number, host in enumerate(hosts):
             if host in counted:
-                yield from self._counters(counted[host], HOST_PIDS + number)
+                links = {f"nic.{name}": name for name in _interfaces(counted[host])}
+                for (its_host, stream), each in told.items():
+                    if its_host == host:
+                        name = f"{named[host, stream]}, {each.interface}, {each.here} to {each.there}"
+                        links[f"stream.{stream}"] = name
+                yield from self._of_host(counted[host], HOST_PIDS + number, links)
         yield from self._arrows(names)
 
     def of_rank(self, record: Record, names: _Names) -> Iterator[Event]:
@@ -170,6 +179,9 @@ class _Job:
             for at, course in enumerate(courses):
                 yield from self._operation(record, step_number, course, tracks.of[step_number, at], names)
         for event in record.events:
+            if event.kind == "stream" and not names.is_for_hta:
+                # It has a track of its host. A trace of one rank has no hosts.
+                continue
             ts = self.us(host, event.time_ns)
             args = {"text": event.text}
             yield {"ph": "i", "s": "p", "name": event.kind, "pid": rank, "tid": THREAD, "ts": ts, "args": args}
@@ -229,24 +241,57 @@ class _Job:
                 yield {"ph": "s", **both, "pid": source[0], "tid": source[2], "ts": begin}
                 yield {"ph": "f", "bp": "e", **both, "pid": rank, "tid": track, "ts": until}
 
-    def _counters(self, record: Record, pid: int) -> Iterator[Event]:
-        """Readings as counters: what only grows as its rate a second, the rest as it was read."""
+    def _of_host(self, record: Record, pid: int, links: Mapping[str, str]) -> Iterator[Event]:
+        """Readings as counters: what only grows as its rate a second, the rest as it was read. Links have tracks beside, with
+        what each carried from reading to reading.
+
+        Args:
+            links: interfaces and streams: by the beginning of their counters' names, what their tracks are called.
+        """
         host = record.header.host
-        yield _meta("process_name", pid, 0, {"name": f"counters of {host}"})
+        yield _meta("process_name", pid, 0, {"name": f"links and counters of {host}"})
         yield _meta("process_sort_index", pid, 0, {"sort_index": pid})
+        tracks = {link: tid for tid, link in enumerate(links, 1)}
+        for link, tid in tracks.items():
+            yield _meta("thread_name", pid, tid, {"name": links[link]})
+            yield _meta("thread_sort_index", pid, tid, {"sort_index": tid})
         before: dict[str, tuple[int, float]] = {}
+        free: dict[str, int] = {}
+        """By link: until when its track has something."""
         for reading in sorted(record.readings, key=lambda reading: reading.time_ns):
+            moved: dict[str, tuple[int, Event]] = {}
+            ts = self.us(host, reading.time_ns)
             for name, value in reading.values.items():
-                shown, unit = value, name
+                shown, unit, since_ns = value, name, 0
                 if only_grows(name):
                     then = before.get(name)
                     before[name] = reading.time_ns, value
                     # A counter that falls was set back.
                     if then is None or then[0] >= reading.time_ns or value < then[1]:
                         continue
-                    shown, unit = (value - then[1]) * 1e9 / (reading.time_ns - then[0]), f"{name}_per_s"
-                args = {unit.rpartition(".")[2]: shown}
-                yield {"ph": "C", "name": unit, "pid": pid, "ts": self.us(host, reading.time_ns), "args": args}
+                    since_ns, unit = then[0], f"{name}_per_s"
+                    shown = (value - then[1]) * 1e9 / (reading.time_ns - since_ns)
+                link, _, what = unit.rpartition(".")
+                args = {what: shown}
+                if link in tracks:
+                    latest_ns, all_args = moved.get(link, (0, {}))
+                    moved[link] = max(latest_ns, since_ns), all_args | args
+                yield {"ph": "C", "name": unit, "pid": pid, "ts": ts, "args": args}
+            for link, (since_ns, all_args) in moved.items():
+                sent, received = all_args.get("tx_bytes_per_s", 0.0), all_args.get("rx_bytes_per_s", 0.0)
+                if sent or received:
+                    start = self.us(host, max(since_ns, free.get(link, 0)))
+                    free[link] = reading.time_ns
+                    name = f"{byte_rate(sent)} sent, {byte_rate(received)} received"
+                    yield _span(pid, tracks[link], name, "link", start, ts - start, all_args)
+
+
+def _interfaces(record: Record) -> list[str]:
+    names = (name for reading in record.readings for name in reading.values)
+    carried = dict.fromkeys(
+        name for name in names if name.startswith("nic.") and name.endswith(("rx_bytes", "tx_bytes"))
+    )
+    return list(dict.fromkeys(name.removeprefix("nic.").rpartition(".")[0] for name in carried))
 
 
 class _Tracks:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from penstock.profiling.divide import WARM_UP_STEPS
 from penstock.tools.characterize.means import Means, apart, groups, means, parameters
 from penstock.tools.characterize.results import Outcome, Ratio, ratio
-from penstock.tools.profile.recorder.counters import PERIOD_MS
+from penstock.tools.profile.run import PERIOD_MS
 
 __all__ = ["ABSENT", "AGREES", "DIFFERS", "NOISE", "Finding", "findings"]
 

@@ -32,6 +32,11 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     type=click.FloatRange(0, min_open=True),
     help="What the network card of a host carries each way, in Mbit/s, if its system does not say or says more.",
 )
+@click.option(
+    "--period-ms",
+    type=click.IntRange(10, 1000),
+    help=f"How often the counters of interfaces and processes are read.  [default: {run.PERIOD_MS}]",
+)
 @click.option("--html", type=_FILE, help="Write a report.")
 @click.option("--perfetto", type=_FILE, help="Write a trace for ui.perfetto.dev.")
 @click.option(
@@ -39,8 +44,8 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     type=click.Path(file_okay=False, path_type=Path),
     help="Write a trace a rank into a folder, for HolisticTraceAnalysis.",
 )
-@click.option("--csv", type=_FILE, help="Write the table.")
-@click.option("--json", type=_FILE, help="Write the table and the list of changes.")
+@click.option("--csv", type=_FILE, help="Write the table, and beside it ...-utilisation.csv.")
+@click.option("--json", type=_FILE, help="Write the table, the list of changes, and utilisation over time.")
 @click.option("--apply", "applied", is_flag=True, help="Then run it again with the best change, and compare.")
 @click.argument("arguments", nargs=-1, metavar="[--] [SCRIPT.py | COMMAND] [ARGS]...", type=click.UNPROCESSED)
 def command(
@@ -49,6 +54,7 @@ def command(
     read: Path | None,
     pipeline_stages: int | None,
     link_mbit: float | None,
+    period_ms: int | None,
     html: Path | None,
     perfetto: Path | None,
     kineto: Path | None,
@@ -71,6 +77,8 @@ def command(
         raise click.UsageError("name a script, a command behind --, or what to --read")
     if pipeline_stages is not None and read is None:
         raise click.UsageError("--pipeline-stages is for a log that is --read")
+    if period_ms is not None and read is not None:
+        raise click.UsageError("--period-ms is for a command that runs: what is --read was recorded with its own")
     if applied and read is not None:
         raise click.UsageError("--apply runs a command again: --read has none")
     if html is not None:
@@ -96,7 +104,7 @@ def command(
     except PenstockError as error:
         raise click.ClickException(harmless(str(error))) from error
     try:
-        code = run.run(started, folder)
+        code = run.run(started, folder, period_ms=period_ms or run.PERIOD_MS)
     except PenstockError as error:
         raise click.ClickException(harmless(str(error))) from error
     try:
@@ -110,7 +118,7 @@ def command(
         elif output is None:
             _remove_empty(folder)
         if again is not None and code == 0 and advice is not None:
-            code = _apply(started, again, records, advice)
+            code = _apply(started, again, records, advice, period_ms or run.PERIOD_MS)
         if again is not None:
             _remove_empty(again)
     except (PenstockError, OSError) as error:
@@ -130,7 +138,9 @@ def _remove_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _apply(command: Sequence[str], again: Path, records: Sequence[Record], advice: Advice) -> int:
+def _apply(
+    command: Sequence[str], again: Path, records: Sequence[Record], advice: Advice, period_ms: int = run.PERIOD_MS
+) -> int:
     """Run the command with the best change that needs no change of the script (`Advice.to_apply`). Returns its exit code.
 
     Args:
@@ -151,7 +161,7 @@ def _apply(command: Sequence[str], again: Path, records: Sequence[Record], advic
         _say(f"{text}: {best.what}, by {best.how}")
         return 0
     click.echo(f"again, {'with ' if best.prediction is not None else ''}{best.what} ({_made_by(best)}) ...")
-    code = run.run(command, again, best.settings)
+    code = run.run(command, again, best.settings, period_ms=period_ms)
     not_made = run.not_made(again, best.settings)
     found = _load(again)
     for text in run.complaints(again, found):
@@ -221,6 +231,7 @@ def _tell(
     from penstock.profiling.advice import advise
     from penstock.profiling.breakdown import Breakdown
     from penstock.profiling.divide import divide
+    from penstock.profiling.usage import MOST_LINES, groups
     from penstock.profiling.utilisation import with_links
     from penstock.tools.profile.report import page, text
 
@@ -232,10 +243,13 @@ def _tell(
     click.echo(text(breakdown, records, advice), nl=False)
     for problem in breakdown.problems:
         _say(problem)
+    used = groups(records, breakdown, MOST_LINES) if wanted["csv"] or wanted["json"] else []
     if wanted["csv"]:
         writers.csv(breakdown, wanted["csv"])
+        if used and wanted["csv"].is_file():  # beside /dev/stdout is no place for a file
+            writers.usage_csv(used, wanted["csv"].with_name(f"{wanted['csv'].stem}-utilisation.csv"))
     if wanted["json"]:
-        writers.json(breakdown, wanted["json"], advice.changes if advice is not None else ())
+        writers.json(breakdown, wanted["json"], advice.changes if advice is not None else (), used)
     if (wanted["perfetto"] or wanted["kineto"]) and not records:
         raise click.ClickException("what was read has sums only, and no moments for a trace")
     if wanted["perfetto"]:

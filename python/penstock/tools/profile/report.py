@@ -33,7 +33,7 @@ from penstock.reports import (
 )
 from penstock.reports.terminal import print_first_screen
 from penstock.texts import harmless
-from penstock.tools.profile import shown, steps
+from penstock.tools.profile import resources, shown, steps
 from penstock.tools.profile.shown import Unit, still_ns, unit
 
 __all__ = ["first_screen", "page", "text"]
@@ -65,6 +65,8 @@ def page(breakdown: Breakdown, records: Sequence[Record], advice: Advice | None 
         sections.append(Section("Communication", told))
         if records:  # a file of sums has no moments at all
             sections.append(Section("What the interfaces carry", carried(breakdown, records)))
+            if used := resources.pictures(breakdown, records):
+                sections.append(Section("Utilisation", used))
             sections.append(Section("One step, moment by moment", moments(breakdown, shares, records)))
     elif breakdown.shares:
         sections.append(Section("Communication", [shown.collectives(breakdown)]))
@@ -240,8 +242,8 @@ def carried(breakdown: Breakdown, records: Sequence[Record]) -> list[str | list[
         curves = [
             Curve(
                 f"{each.host} {each.interface}" if several else each.interface,
-                [(end - first) / 1e9 for (_, end), _ in steps.thinned(getattr(each, of))],
-                [rate / 1e6 for _, rate in steps.thinned(getattr(each, of))],
+                [(end - first) / 1e9 for (_, end), _ in utilisation.thinned(getattr(each, of).points, MOST_POINTS)],
+                [rate / 1e6 for _, rate in utilisation.thinned(getattr(each, of).points, MOST_POINTS)],
                 series(index),
                 is_steps=True,
                 width_px=1.4,
@@ -268,8 +270,8 @@ def _through_memory(breakdown: Breakdown, records: Sequence[Record]) -> list[str
     curves = [
         Curve(
             each.host,
-            [(end - first) / 1e9 for (_, end), _ in steps.thinned(each)],
-            [rate / 1e6 for _, rate in steps.thinned(each)],
+            [(end - first) / 1e9 for (_, end), _ in utilisation.thinned(each.points, MOST_POINTS)],
+            [rate / 1e6 for _, rate in utilisation.thinned(each.points, MOST_POINTS)],
             series(index),
             is_steps=True,
             width_px=1.4,
@@ -392,3 +394,4 @@ HOW_PREDICTED = (
 WIDTH = 80
 FIRST_BARS, MORE_BARS, MOST_ROWS, MOST_INTERFACES, MOST_HOSTS, MOST_DROPS = 7, 16, 6, 5, 16, 12
 """`FIRST_BARS` fit on the first screen of a phone, between the answer and the next step."""
+MOST_POINTS = 300

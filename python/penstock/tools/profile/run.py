@@ -21,6 +21,9 @@ __all__ = ["SAYS", "complaints", "environment", "fresh_folder", "not_made", "run
 
 CHANGE = "PENSTOCK_PROFILE_CHANGE"
 """A JSON object for `recorder/changes.py`: ``backend``, ``bucket_cap_mb``, ``comm_hook``. Penstock has variables of its own."""
+PERIOD = "PENSTOCK_PROFILE_PERIOD_MS"
+"""For `recorder/counters.py`: how often the counters of a host are read."""
+PERIOD_MS = 100
 SITE = Path(__file__).with_name("recorder") / "site"
 
 _OF_TERMINALS = {signal.SIGINT, signal.SIGQUIT}
@@ -83,12 +86,14 @@ def run(
     settings: Mapping[str, str | float] | None = None,
     *,
     stdout: int | None = None,
+    period_ms: int = PERIOD_MS,
 ) -> int:
     """Run it to its end. Returns its exit code, as a shell says it.
 
     Args:
         settings: of `predict.Prediction`: variables of Penstock, and changes that the recorder makes.
         stdout: of the command, as for `subprocess.Popen`.
+        period_ms: of the counters; 10 or more.
 
     Raises:
         Config: it is nothing that can be run.
@@ -98,7 +103,7 @@ def run(
     early: list[int] = []
     before = {number: signal.signal(number, lambda number, _: early.append(number)) for number in numbers}
     try:
-        with subprocess.Popen(command, env=environment(folder, settings), stdout=stdout) as child:
+        with subprocess.Popen(command, env=environment(folder, settings, period_ms), stdout=stdout) as child:
             with _handing_on(child, numbers, early):
                 code = child.wait()
     except OSError as error:
@@ -112,9 +117,11 @@ def run(
     return code if code >= 0 else 128 - code
 
 
-def environment(folder: Path, settings: Mapping[str, str | float] | None = None) -> dict[str, str]:
+def environment(
+    folder: Path, settings: Mapping[str, str | float] | None = None, period_ms: int = PERIOD_MS
+) -> dict[str, str]:
     """In which Python has the recorder, as for `run`."""
-    env = dict(os.environ, PENSTOCK_PROFILE=str(folder))
+    env = {**os.environ, "PENSTOCK_PROFILE": str(folder), PERIOD: str(period_ms)}
     env.pop(CHANGE, None)
     if settings:
         env |= {name: str(value) for name, value in settings.items() if name.isupper()}

@@ -12,7 +12,7 @@ from penstock.profiling.divide import flight, standing
 from penstock.profiling.intervals import overlaps, union, without
 from penstock.profiling.matching import by_rank, meetings
 from penstock.profiling.phases import marked_waits, phases
-from penstock.profiling.record import Interval, Record
+from penstock.profiling.record import Record
 from penstock.profiling.turns import turns
 from penstock.profiling.utilisation import Series, series
 from penstock.reports import Axis, Key, Picture, Row, Stretch, Timeline
@@ -49,18 +49,6 @@ def rates(records: Sequence[Record], breakdown: Breakdown) -> list[Rates]:
             ways.setdefault((one.host, name.removeprefix("nic.")), {})[counter] = one
     found = [Rates(*key, way["rx_bytes"], way["tx_bytes"]) for key, way in ways.items() if len(way) == 2]
     return sorted((each for each in found if each.total > 0), key=lambda each: -each.total)
-
-
-def thinned(one: Series) -> list[tuple[Interval, float]]:
-    """At most `MOST_POINTS` of a series, each the mean of those that it stands for."""
-    stride = -(-len(one.points) // MOST_POINTS) or 1
-    found = []
-    for at in range(0, len(one.points), stride):
-        joined = one.points[at : at + stride]
-        moved = sum(rate * (end - start) for (start, end), rate in joined)
-        start, end = joined[0][0][0], joined[-1][0][1]
-        found.append(((start, end), moved / (end - start)))
-    return found
 
 
 def timeline(
@@ -163,5 +151,5 @@ def _links(records: Sequence[Record], breakdown: Breakdown, first: int, last: in
 
 
 LAST_NS = 1 << 63
-MOST_POINTS, MOST_LINKS = 300, 4
+MOST_LINKS = 4
 WIRE, WAIT, LINK, HALF = "series-1", "series-2", "series-5", 0.5

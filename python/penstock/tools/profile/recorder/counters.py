@@ -10,10 +10,9 @@ import time
 from pathlib import Path
 
 from penstock.tools.profile.recorder.identity import Identity, make_room
+from penstock.tools.profile.run import PERIOD, PERIOD_MS
 
 __all__ = ["Counters"]
-
-PERIOD_MS = 100
 
 _PATIENCE_S = 5.0
 """For the other ranks of the host, where the launcher does not say how many there are, or one of them never trains."""
@@ -76,7 +75,8 @@ class Counters:
 
     def _start(self, pids: list[int]) -> None:
         out = make_room(self._folder / f"host-{self._identity.host}.jsonl")
-        options = ["--pids", ",".join(map(str, pids)), "--out", str(out), "--period-ms", str(PERIOD_MS), "--detach"]
+        period_ms = os.environ.get(PERIOD, str(PERIOD_MS))
+        options = ["--pids", ",".join(map(str, pids)), "--out", str(out), "--period-ms", period_ms, "--detach"]
         env = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_PROFILE")}
         log = self._folder / f".profile-sampler-{self._identity.host}.log"
         with open(log, "wb") as errors:
