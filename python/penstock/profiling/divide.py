@@ -64,7 +64,7 @@ def flight(courses: Iterable[Course], start_ns: int, end_ns: int) -> list[Piece[
     # Each operation is one or two pieces; at each moment the piece of the best rank counts.
     pieces: list[tuple[int, int, tuple[int, int, int], Kind]] = []
     for at, course in enumerate(courses):
-        issued, ended, turn = course.operation.issued_ns, course.operation.ended_ns, course.turn_ns
+        issued, ended, turn = course.operation.issued_ns, course.ended_ns, course.turn_ns
         if not course.is_known:
             pieces.append((issued, ended, (2, issued, at), (course.purpose, "unknown", None)))
             continue
@@ -202,7 +202,7 @@ def _share(
         blocking: set[Key] = set()
         own = operations.get(step.number)
         if own is not None:
-            here = [course for course in previous if course.operation.ended_ns > step.start_ns] + own
+            here = [course for course in previous if course.ended_ns > step.start_ns] + own
             moving = flight(here, step.start_ns, step.end_ns)
             if sample is not None:
                 unmarked = standing(step, sample, waits, moving)
@@ -212,7 +212,7 @@ def _share(
             kinds, longer = _look(sums, step, unmarked, timeline, waits, here, moving)
             blocking = _blocking(waits, own)
             if step.number + 1 not in operations:
-                late = [(one.operation.issued_ns, one.operation.ended_ns, None) for one in here]
+                late = [(one.operation.issued_ns, one.ended_ns, None) for one in here]
                 sums.running_on += sum(b - a for a, b, _ in union(clipped(late, step.end_ns, 1 << 63)))
             previous = own
         if sample is not None:

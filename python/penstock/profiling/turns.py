@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.profiling.breakdown import OTHER, PURPOSES
@@ -27,6 +27,12 @@ class Course(NamedTuple):
     """Whether its partners were found. If not, `turn_ns` means nothing."""
     profiler_ns: int = 0
     """Of the wait, what torch's profiler made: it held up the last rank for longer than this one."""
+    longest_ns: int = 1 << 63
+    """After its issue its bytes had moved, although it may count as in flight for longer."""
+
+    @property
+    def ended_ns(self) -> int:
+        return min(self.operation.ended_ns, self.operation.issued_ns + self.longest_ns)
 
     @property
     def purpose(self) -> str:
@@ -88,9 +94,7 @@ def turns(records: Sequence[Record], met: Iterable[Meeting], clock_of: Mapping[s
             # gloo's ends when the script waits for it, which may be long after the bytes have come.
             wrong_ns = sum(clock[rank].likely_wrong_ns for rank in (sender, receiver))
             moved_ns = max(0, receive.ended_ns - receive.issued_ns - wait + round(wrong_ns))
-            if send.ended_ns > send.issued_ns + moved_ns:
-                send = replace(send, ended_ns=send.issued_ns + moved_ns)
-            _add(found, sender, meeting.step, Course(send, send.issued_ns, None, True))
+            _add(found, sender, meeting.step, Course(send, send.issued_ns, None, True, longest_ns=moved_ns))
             _judge(found, receiver, meeting.step, receive, wait, wait - by[0] + by[1], sender, allowed)
             continue
         # Of those that issued together the lowest rank: parts are in order of rank.
