@@ -196,7 +196,7 @@ def applied(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         before = profiles.data_parallel(2, hosts=("one-0a", "one-0b"))
         after = profiles.data_parallel(2, hosts=("one-0a", "one-0b"), forward_ns=4_000_000, backward_ns=30_000_000)
         runs: list[Mapping[str, Any]] = []
-        monkeypatch.setattr(cli.run, "run", lambda command, folder, settings: runs.append(settings) or 0)
+        monkeypatch.setattr(cli.run, "run", lambda command, folder, settings, period_ms: runs.append(settings) or 0)
         monkeypatch.setattr(cli.run, "not_made", lambda folder, settings: [])
         monkeypatch.setattr(cli, "_load", lambda folder: after)
         with click.testing.CliRunner().isolation() as (output, error, *_rest):
