@@ -3,15 +3,18 @@ does not tell all, or something else than the samples, as if it told nothing."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from penstock.profiling.breakdown import Breakdown, Moving
 from penstock.profiling.divide import divide
 from penstock.profiling.record import Ended, Endings, Record
+from penstock.tools.profile.recorder.engine import Memory
 from profiles import data_parallel
 
 MS = 1_000_000
@@ -162,6 +165,44 @@ def test_an_operation_that_no_sample_shows_counts_for_other_purposes() -> None:
         hidden = share.communication["other"]
         assert hidden.hidden_wire_ns + hidden.hidden_wait_ns == pytest.approx(8 * MS / (STEPS - 2), abs=1000)
         assert share.communication[SYNC] == usual.communication[SYNC]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_what_is_not_written_is_missing_in_the_line_that_says_all_is_told(seed: int) -> None:
+    """The engine drops operations, and the writer has no room for lines, at random: nothing is written twice, and whoever reads
+    learns where something lacks, before a line claims that time."""
+    draw = random.Random(f"memory {seed}")
+    happened: list[Endings | int] = []
+    """Lines that were written, and how many operations were lost."""
+    numbers = itertools.count()
+
+    def put(line: Any) -> bool:
+        has_room = draw.random() < 0.8
+        happened.append(line if has_room else len(line.operations))
+        return has_room
+
+    class Core:
+        def take_ended(self) -> tuple[list[tuple[str, int, str, int, int]], int]:
+            dropped = draw.choice([0, 0, 3])
+            happened.append(dropped)
+            many = range(draw.choice([0, 1, 63, 64, 65, 200]))
+            return [("0", next(numbers), "all_reduce", 1, 2) for _ in many], dropped
+
+    memory = Memory(put, lambda name: (name, 2))
+    memory._is_watching, memory._core = True, Core()
+    for _ in range(20):
+        memory.look()
+    until_ns = lost = 0
+    written: list[int] = []
+    for each in happened:
+        if isinstance(each, int):
+            lost += each
+            continue
+        written += [one.number for one in each.operations]
+        assert each.missing == (lost if each.until_ns > until_ns else 0)
+        if each.until_ns > until_ns:
+            until_ns, lost = each.until_ns, 0
+    assert written == sorted(set(written)) and until_ns
 
 
 def test_what_runs_on_into_the_next_step_is_hidden_there() -> None:

@@ -6,7 +6,7 @@ use crate::recorder::{Ended, Recorder};
 use crate::runtime::{Command, GroupSpec, Runtime, Shared};
 use crate::stats::Stats;
 use crate::ticket::Ticket;
-use penstock_net::arbiter::monotonic_ns;
+use penstock_net::clock::monotonic_ns;
 use penstock_net::memory::{MemoryEpoch, Region};
 use penstock_net::{Contact, Driver, Listen, Loop, Process, Ptracer, Settings, fds, log_writer};
 use penstock_plan::Thresholds;

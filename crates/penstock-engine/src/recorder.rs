@@ -32,6 +32,8 @@ pub(crate) struct Record {
     pub(crate) ended: Option<(Instant, bool)>,
     /// Ranks this operation is still waiting for. Computed on demand; kept after a failure for the error message.
     pub(crate) waits_for: Option<String>,
+    /// Whether [`Recorder::take_ended`] has told it.
+    pub(crate) is_told: bool,
 }
 
 /// An operation that has ended well, as [`Recorder::take_ended`] tells it.
@@ -43,8 +45,6 @@ pub struct Ended {
     pub number: Option<u64>,
     /// Such as `all_reduce`.
     pub operation: &'static str,
-    /// Bytes of the tensor.
-    pub bytes: u64,
     /// When it was issued, in nanoseconds of the host's monotonic clock.
     pub issued_ns: u64,
     /// When it ended.
@@ -84,8 +84,6 @@ struct Writing {
 #[derive(Debug, Default)]
 struct Log {
     records: VecDeque<Record>,
-    /// Beside each: whether [`Recorder::take_ended`] has told it.
-    told: VecDeque<bool>,
     /// How many entries were dropped.
     forgotten: u64,
     /// How many of those [`Recorder::take_ended`] will never tell, since its last call.
@@ -100,12 +98,11 @@ impl Recorder {
     pub(crate) fn issued(&self, record: Record) -> Entry {
         let mut log = self.log();
         if log.records.len() == MOST_RECORDS {
-            log.records.pop_front();
+            let oldest = log.records.pop_front();
             log.forgotten += 1;
-            log.untold += u64::from(log.told.pop_front() == Some(false));
+            log.untold += u64::from(oldest.is_some_and(|record| !record.is_told));
         }
         log.records.push_back(record);
-        log.told.push_back(false);
         Entry(log.forgotten + log.records.len() as u64 - 1)
     }
 
@@ -139,23 +136,21 @@ impl Recorder {
     /// they could be told: ended or not, well or not.
     pub(crate) fn take_ended(&self, nanoseconds: impl Fn(Instant) -> u64) -> (Vec<Ended>, u64) {
         let mut log = self.log();
-        let Log { records, told, untold, .. } = &mut *log;
         let mut found = Vec::new();
-        for (record, is_told) in records.iter().zip(told) {
-            let Some((ended, well)) = record.ended.filter(|_| !*is_told) else { continue };
-            *is_told = true;
+        for record in log.records.iter_mut().filter(|record| !record.is_told) {
+            let Some((ended, well)) = record.ended else { continue };
+            record.is_told = true;
             if well {
                 found.push(Ended {
                     group: record.group.clone(),
                     number: record.seq,
                     operation: record.what.name(),
-                    bytes: record.bytes,
                     issued_ns: nanoseconds(record.issued),
                     ended_ns: nanoseconds(ended),
                 });
             }
         }
-        (found, std::mem::take(untold))
+        (found, std::mem::take(&mut log.untold))
     }
 
     fn change(&self, entry: Entry, change: impl FnOnce(&mut Record)) {
@@ -292,6 +287,21 @@ mod tests {
     use penstock_stream::fingerprint::Name;
     use penstock_types::DType;
 
+    fn record(group: &str, seq: u64, issued: Instant) -> Record {
+        Record {
+            group: group.into(),
+            seq: Some(seq),
+            what: Fingerprint::new(Name::AllReduce, None, DType::F32, None, seq),
+            bytes: 4 * seq,
+            algorithm: Algorithm::Ring,
+            coflow: 0,
+            issued,
+            ended: None,
+            waits_for: None,
+            is_told: false,
+        }
+    }
+
     /// The last operations stay, the oldest go, and an end finds its operation, or nothing if that is gone. What one lacked is told
     /// until it ends well; a group's failure ends what runs there, and nothing else.
     #[test]
@@ -299,17 +309,7 @@ mod tests {
         let recorder = Recorder::new(3, 0, "h".into(), None);
         let start = Instant::now();
         let at = |ns| start + Duration::from_nanos(ns);
-        let record = |seq| Record {
-            group: if seq == 1002 { "f".into() } else { "g".into() },
-            seq: Some(seq),
-            what: Fingerprint::new(Name::AllReduce, None, DType::F32, None, seq),
-            bytes: 4 * seq,
-            algorithm: Algorithm::Ring,
-            coflow: 0,
-            issued: at(seq),
-            ended: None,
-            waits_for: None,
-        };
+        let record = |seq| record(if seq == 1002 { "f" } else { "g" }, seq, at(seq));
         let entries: Vec<Entry> =
             (0..MOST_RECORDS as u64 + 10).map(|seq| recorder.clone().issued(record(seq))).collect();
         recorder.ended(entries[9], at(5000), true);
@@ -335,6 +335,7 @@ mod tests {
             ]
         );
     }
+
     /// Who takes what has ended gets each operation once, at its end and not before, but for those that failed; and is told how many
     /// were dropped.
     #[test]
@@ -342,19 +343,7 @@ mod tests {
         let recorder = Recorder::new(0, 0, "h".into(), None);
         let start = Instant::now();
         let at = |ns| start + Duration::from_nanos(ns);
-        let issue = |seq| {
-            recorder.issued(Record {
-                group: "g".into(),
-                seq: Some(seq),
-                what: Fingerprint::new(Name::AllReduce, None, DType::F32, None, seq),
-                bytes: 4 * seq,
-                algorithm: Algorithm::Ring,
-                coflow: 0,
-                issued: at(seq),
-                ended: None,
-                waits_for: None,
-            })
-        };
+        let issue = |seq| recorder.issued(record("g", seq, at(seq)));
         let told = || {
             let (ended, dropped) = recorder.take_ended(|time| time.duration_since(start).as_nanos() as u64);
             (ended.iter().map(|one| (one.number, one.ended_ns - one.issued_ns)).collect::<Vec<_>>(), dropped)

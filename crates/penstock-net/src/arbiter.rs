@@ -5,12 +5,12 @@
 //! too. The word holds a time and who has written it. Nobody has to take it back: it ends by itself, also when its writer dies. Two
 //! processes that are urgent at once overwrite each other's word, and neither gives way, since each sends what is urgent first.
 
+use crate::clock::monotonic_ns;
 use crate::fds::Fd;
 use crate::memory::Mapped;
 use penstock_stream::peer::PAUSE_MOST;
 use penstock_types::{MILLISECOND, Time};
 use rustix::fs::{FallocateFlags, FileType, Mode, OFlags};
-use rustix::time::{ClockId, clock_gettime};
 use std::io;
 use std::path::Path;
 use std::sync::atomic::Ordering;
@@ -115,13 +115,6 @@ impl HoldLimit {
         }
         true
     }
-}
-
-/// Nanoseconds of the monotonic clock, which all processes of the host share.
-#[must_use]
-pub fn monotonic_ns() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
 const OWNER_BITS: u32 = 22;

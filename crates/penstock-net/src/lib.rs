@@ -9,6 +9,7 @@
 
 pub mod arbiter;
 mod claims;
+pub mod clock;
 mod close_reason;
 pub mod contact;
 pub mod datagrams;

@@ -198,14 +198,13 @@ impl Engine {
         py.detach(|| self.0.record()).map_err(|failure| error(py, &failure))
     }
 
-    /// The operations that have ended since the last call: group, number or None, operation, bytes, and when it was issued and had
-    /// ended, in nanoseconds of the monotonic clock. And how many are missing. Wakes no thread.
+    /// The operations that have ended since the last call: group, number or None, operation, and when it was issued and had ended, in
+    /// nanoseconds of the monotonic clock. And how many are missing. Wakes no thread.
     #[allow(clippy::type_complexity, reason = "Python's names for the parts are in the stub")]
-    fn take_ended(&self) -> (Vec<(String, Option<u64>, &'static str, u64, u64, u64)>, u64) {
+    fn take_ended(&self) -> (Vec<(String, Option<u64>, &'static str, u64, u64)>, u64) {
         let (ended, missing) = self.0.take_ended();
-        let ended = ended.iter();
         let ended =
-            ended.map(|one| (one.group.to_string(), one.number, one.operation, one.bytes, one.issued_ns, one.ended_ns));
+            ended.iter().map(|one| (one.group.to_string(), one.number, one.operation, one.issued_ns, one.ended_ns));
         (ended.collect(), missing)
     }
 

@@ -1,5 +1,6 @@
-"""What backward passes and marked waits of steps without a sample were, by what those of sampled steps were and by how much later
-than this rank others began them (docs/design/profile-division.md, "From steps to the mean")."""
+"""What backward passes and marked waits were in steps whose operations are unknown, by what they were in others and by how much
+later than this rank others began them (docs/design/profile-division.md, "From steps to the mean"). *Sampled* here is each step
+whose operations are known."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class Seen:
     outside_ns: float
     """Of the step without this, and without marked waits."""
     kinds: Mapping[Kind, float] | None
-    """What it was while the thread stood still, in a sampled step."""
+    """What it was while the thread stood still, in a step whose operations are known: sampled, or told by the engine."""
     is_blocking: bool
     """Operations were seen to begin in the wait."""
 

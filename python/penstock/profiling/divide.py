@@ -373,7 +373,8 @@ def _within(
 
 
 def _mean(rank: int, steps: list[Step], sampled: int, looked: int, sums: _Sums) -> Share:
-    """The mean step: phases and marked waits from all steps; what marks do not see, by the sampled ones (`between.told`)."""
+    """The mean step: phases and marked waits from all steps; what marks do not see, by the ``looked`` ones, whose operations are
+    known (`between.told`)."""
     count = len(steps)
     exposed: dict[Kind, float] = {}
     for key, seen in sums.seen.items():

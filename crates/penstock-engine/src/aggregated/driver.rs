@@ -308,6 +308,7 @@ impl Driver {
             issued: ticket.made(),
             ended: None,
             waits_for: None,
+            is_told: false,
         });
         let recorder = self.recorder.clone();
         ticket.on_done(move |result| recorder.ended(recorded, Instant::now(), result.is_ok()));

@@ -124,6 +124,7 @@ impl Host for Hands<'_> {
             issued: body.ticket.made(),
             ended: None,
             waits_for: issue.waits_for.map(str::to_owned),
+            is_told: false,
         }));
     }
 

@@ -125,10 +125,8 @@ def command(runs: int, first: int, steps: int, pipeline: bool, timeout: float, j
     with reporting_errors():
         description = machine.describe()
         for seed in range(first, first + runs):
-            if pipeline:
-                found = measure(replace(breakdown_stages.drawn(seed), steps=steps), timeout_s=timeout)
-            else:
-                found = measure(replace(drawn(seed), steps=steps), timeout_s=timeout)
+            plan = breakdown_stages.drawn(seed) if pipeline else drawn(seed)
+            found = measure(replace(plan, steps=steps), timeout_s=timeout)
             worst = max((one for one in found if one.is_judged), key=lambda one: abs(one.miss))
             say(f"{seed}: furthest off is {worst.category} of rank {worst.rank}: {worst.miss:+.1%}")
             outcomes += found
@@ -145,17 +143,16 @@ def measure(plan: Plan | breakdown_stages.Stages, *, timeout_s: float) -> list[O
     bed = [sys.executable, "-m", "penstock", "testbed", "run", "--quiet", "--hosts", "2"]
     bed += ["--rate", f"{plan.rate_mbit:g}", "--timeout", f"{timeout_s:g}"]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as notes:
-        script = "breakdown_rank" if isinstance(plan, Plan) else "breakdown_stage"
+        is_pipeline = isinstance(plan, breakdown_stages.Stages)
+        script = "breakdown_stage" if is_pipeline else "breakdown_rank"
         train = [sys.executable, "-m", f"penstock.tools.bench.{script}", json.dumps(asdict(plan)), notes]
         ranks = recorded([*bed, "--", *train], Path(folder), f"seed {plan.seed}")
         noted = [json.loads(Path(notes, f"{rank}.json").read_text()) for rank in range(2)]
         disturbed = {
             step.number for each in ranks for step in each.steps if any(span.phase == "profiler" for span in step.spans)
         }
-        shares = divide(ranks).shares
-        if isinstance(plan, Plan):
-            return judged(plan.seed, shares, [rows(noted, rank) for rank in range(2)], disturbed)
-        return judged(plan.seed, shares, [breakdown_stages.rows(noted, rank) for rank in range(2)], disturbed)
+        of_rank = breakdown_stages.rows if is_pipeline else rows
+        return judged(plan.seed, divide(ranks).shares, [of_rank(noted, rank) for rank in range(2)], disturbed)
 
 
 def judged(

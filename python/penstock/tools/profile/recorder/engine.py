@@ -123,18 +123,20 @@ class Memory:
             self._missing += missing
             ended = [self._ended(one) for one in found if one[1] is not None]
             for at in range(0, max(len(ended), 1), _AT_ONCE):
-                until_ns = now_ns if at + _AT_ONCE >= len(ended) else self._until_ns
                 some = tuple(ended[at : at + _AT_ONCE])
-                if self._put(Endings(until_ns, self._missing, some)):
-                    self._until_ns, self._missing = until_ns, 0
-                else:
+                # Only the last line says that all are told until now, and how many are not.
+                is_last = at + _AT_ONCE >= len(ended)
+                line = Endings(now_ns, self._missing, some) if is_last else Endings(self._until_ns, 0, some)
+                if not self._put(line):
                     self._missing += len(some)
+                elif is_last:
+                    self._until_ns, self._missing = now_ns, 0
             self._written += len(ended)
             if self._written >= _MOST:
                 self._put(Event(now_ns, "left out", _LATE.format(_MOST)))
 
     def _ended(self, one: Any) -> Ended:
-        channel, number, operation, _, issued_ns, ended_ns = one
+        channel, number, operation, issued_ns, ended_ns = one
         group = self._known.get(channel)
         if group is None:
             of_reducer = _CHANNEL.match(channel)
