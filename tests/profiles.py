@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -136,6 +138,52 @@ def data_parallel(
                 )
                 records[rank].samples.append(Sample(number, busy, operations))
             now[rank] = done
+    return records
+
+
+def pipeline(stages: int, ranks: int, steps: int, draw: random.Random, micro_batches: int = 3) -> list[Record]:
+    """All micro-batches go forward through the stages, which ranks have by turns, and then back. How long passes and messages
+    take is drawn anew for each. Receives are marked; sends move while their rank computes."""
+    records = [Record(header(rank, ranks)) for rank in range(ranks)]
+    now = [1_000_000] * ranks
+
+    def ns() -> int:
+        return draw.randrange(2, 9) * 1_000_000
+
+    for number in range(steps):
+        made = [Step(number, now[rank], 0, ()) for rank in range(ranks)]
+        found = [list[Operation]() for _ in range(ranks)]
+        for phase, order in (("forward", range(stages)), ("backward", range(stages - 1, -1, -1))):
+            sent: dict[tuple[int, int], int] = {}
+            for at, stage in itertools.product(range(micro_batches), order):
+                rank, before = stage % ranks, stage - order.step
+                other = before % ranks
+                if (before, at) in sent:
+                    issued_ns, called_ns = sent[before, at], now[rank]
+                    now[rank] = max(called_ns, issued_ns) + ns()
+                    wait = Wait(called_ns, now[rank], "recv", "0")
+                    made[rank] = made[rank]._replace(waits=(*made[rank].waits, wait))
+                    send = Operation("send", "0", 0, issued_ns, now[rank], 8, ranks, rank, "pipeline send")
+                    receive = Operation("recv", "0", 0, *wait[:2], 8, ranks, other, f"pipeline {phase} recv")
+                    found[other].append(send)
+                    found[rank].append(receive)
+                span = Span(phase, now[rank], now[rank] + ns())
+                made[rank] = made[rank]._replace(spans=(*made[rank].spans, span))
+                sent[stage, at] = span.end_ns
+                now[rank] = span.end_ns + 500_000
+        for rank in range(ranks):
+            span = Span("optimizer", now[rank], now[rank] + ns())
+            spans = (*made[rank].spans, span)
+            numbers = collections.Counter[tuple[str, int | None]]()
+            operations = []
+            for one in sorted(found[rank], key=lambda one: one.issued_ns):
+                operations.append(replace(one, number=numbers[one.name, one.peer]))
+                numbers[one.name, one.peer] += 1
+            thread_ns = sum(one.end_ns - one.start_ns for one in spans)
+            records[rank].steps.append(made[rank]._replace(end_ns=span.end_ns, spans=spans, thread_ns=thread_ns))
+            busy = tuple((one.start_ns, one.end_ns) for one in spans)
+            records[rank].samples.append(Sample(number, busy, tuple(operations)))
+            now[rank] = span.end_ns
     return records
 
 

@@ -87,18 +87,35 @@ def test_where_both_sums_move_wire_counts_before_wait() -> None:
 
 
 def test_what_a_pipelines_stages_note() -> None:
-    """Stage 0 stands from 30 to 60 ms for a gradient that is sent at 50, and at the end of the step 5 ms for its own send, which
-    is there at 75. Stage 1 stands from 0 to 22 for what is sent at 10."""
+    """Stage 0 asks at 28 ms for a gradient that is sent at 50, stands from 30 to 60 for it, and at the end of the step 8 ms for
+    its own send, which is there at 75. Stage 1 stands from 0 to 22 for what is sent at 10."""
     first = Notes(forward=10 * MS, backward=5 * MS, optimizer=5 * MS, step=100 * MS, received=[], sent=[], waited=[])
     second = Notes(**{**first, "received": [], "sent": [], "waited": []})
-    first["received"], first["sent"], first["waited"] = [(30 * MS, 60 * MS)], [10 * MS, 55 * MS], [(70 * MS, 75 * MS)]
-    second["received"], second["sent"] = [(0, 22 * MS), (72 * MS, 75 * MS)], [50 * MS]
-    both = dict.fromkeys(("loading", "clip", "evaluation", "checkpoint", "hidden wait"), 0.0)
-    both |= {"forward": 10 * MS, "backward": 5 * MS, "optimizer": 5 * MS, "step": 100 * MS, "exposed wire": 15 * MS}
+    first["received"], first["sent"] = [(28 * MS, 30 * MS, 60 * MS)], [10 * MS, 55 * MS]
+    first["waited"] = [(70 * MS, 78 * MS)]
+    second["received"], second["sent"] = [(0, 0, 22 * MS), (72 * MS, 72 * MS, 75 * MS)], [50 * MS]
+    both = dict.fromkeys(("loading", "clip", "evaluation", "checkpoint"), 0.0)
+    both |= {"forward": 10 * MS, "backward": 5 * MS, "optimizer": 5 * MS, "step": 100 * MS}
     # What is sent moves from 10 to 22 and from 55 to 75, but from 55 to 60 stage 0 still stands for its gradient.
-    moved = {"exposed wait": 20 * MS, "hidden wire": 22 * MS, "other": 45 * MS}
-    assert rows([[first], [second]], 0) == [both | moved]
-    assert rows([[first], [second]], 1) == [both | {"exposed wait": 10 * MS, "hidden wire": 10 * MS, "other": 55 * MS}]
+    own = {
+        "exposed wait": 20 * MS,
+        "exposed wire": 18 * MS,
+        "other": 42 * MS,
+        "hidden wire": 22 * MS,
+        "hidden wait": 2 * MS,
+    }
+    assert rows([[first], [second]], 0) == [both | own]
+    own = {"exposed wait": 10 * MS, "exposed wire": 15 * MS, "other": 55 * MS, "hidden wire": 10 * MS, "hidden wait": 0}
+    assert rows([[first], [second]], 1) == [both | own]
+
+
+def test_pipelines_are_drawn_of_all_kinds() -> None:
+    """Of both backends, about alike; one of them is the same for the same seed. Every stage computes, and something is sent."""
+    plans = [breakdown_stages.drawn(seed) for seed in range(200)]
+    assert 70 < sum(plan.backend == "gloo" for plan in plans) < 130
+    assert {plan.micro_batches for plan in plans} == {2, 3, 4} and {plan.rate_mbit for plan in plans} == {200, 400, 800}
+    assert all(min(*plan.forward, *plan.backward, plan.mebibytes) > 0 for plan in plans)
+    assert plans[7] == breakdown_stages.drawn(7) and len(set(plans)) == len(plans)
 
 
 def test_what_the_profiler_holds_up_is_compared_with_other_steps() -> None:

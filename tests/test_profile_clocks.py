@@ -373,6 +373,27 @@ def test_a_sample_without_collectives_takes_what_those_beside_it_say() -> None:
         assert [knot[1] + found.rough_ns for knot in found.knots] == pytest.approx([-SECOND + wall_ns] * 3, abs=US)
 
 
+@pytest.mark.parametrize(
+    ("wall_ms", "right_ms", "unsure_ms"), [(0.5, 0.5, 0.5), (4.0, 4.0, 4.0), (9.0, 0.0, 6.0), (50.0, 0.0, 6.0)]
+)
+def test_messages_both_ways_say_how_wrong_a_clock_is(wall_ms: float, right_ms: float, unsure_ms: float) -> None:
+    """A job has sends only, which take 6 ms both ways. That bounds a clock to 6 ms; where the wall clocks are possible and near
+    the middle, they are right to how near that is. Where they are not possible, the middle is taken."""
+    wall_ns = round(wall_ms * MS)
+    job = Job(["a", "b"], [0, SECOND], [0.0, 0.0], [0, wall_ns])
+    for step in range(3):
+        for sender, receiver in ((0, 1), (1, 0)):
+            at = SECOND + step * SECOND + 20 * MS * sender
+            job.operate(step, "send", "p", {sender: at}, {sender: at + US}, {sender: receiver})
+            job.operate(step, "recv", "p", {receiver: at}, {receiver: at + 6 * MS}, {receiver: sender})
+    records = job.done()
+    found = clocks(records, meetings(records))[0]["b"]
+    assert [knot[1] + found.rough_ns for knot in found.knots] == pytest.approx(
+        [round(right_ms * MS) - SECOND] * 3, abs=20 * US
+    )
+    assert found.likely_wrong_ns == pytest.approx(unsure_ms * MS, rel=0.02)
+
+
 def test_ends_never_overrule_a_bound() -> None:
     """Host b notices most ends 5 ms late. One operation, in which a is last and which b ends after 2 ms, allows 2 at most."""
     job = Job(["a", "b"], [0, SECOND], [0.0, 0.0], [0, 0])

@@ -55,6 +55,18 @@ def test_forward_without_a_module_is_what_lies_before_the_backward_pass() -> Non
     assert [phase for phase, *_ in ended(made, 6_000_000)] == ["loading", "forward", "backward", "backward"]
 
 
+def test_what_lies_between_backward_passes_is_no_forward_where_modules_are() -> None:
+    """As in a pipeline, where gradients of later micro-batches are awaited there. The next step may do without modules."""
+    made = Marks(0, 0)
+    made.forward(0, 1_000_000)
+    for step in (0, 8_000_000):
+        for start in (2_000_000, 5_000_000):
+            made.enter("backward", step + start)
+            made.leave("backward", step + start + 1_000_000)
+        phases = [phase for phase, *_ in ended(made, step + 8_000_000)]
+        assert phases == (["forward", "backward"] * 2 if step else ["forward", "backward", "backward"])
+
+
 def test_evaluation_takes_in_its_loader() -> None:
     """Between two calls; the loader before the first and after the last is loading."""
     made = Marks(0, 0)

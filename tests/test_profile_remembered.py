@@ -3,9 +3,10 @@ does not tell all, or something else than the samples, as if it told nothing."""
 
 from __future__ import annotations
 
+import collections
 import itertools
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 
 from penstock.profiling.breakdown import Breakdown, Moving
 from penstock.profiling.divide import divide
+from penstock.profiling.intervals import without
 from penstock.profiling.record import Ended, Endings, Record
 from penstock.tools.profile.recorder.engine import Memory
-from profiles import data_parallel
+from profiles import data_parallel, pipeline
 
 MS = 1_000_000
 SYNC = "data-parallel sync"
@@ -27,11 +29,14 @@ def told(records: list[Record], sampled: Collection[int] = SAMPLED, lines: int =
     operations 0.3 ms after the sample shows their issue, and notes their ends 0.2 ms before."""
     found = []
     for record in records:
-        operations = [
-            Ended("c", at + 1, one.group, one.name, one.issued_ns + 300_000, one.ended_ns - 200_000)
-            for at, one in enumerate(one for sample in record.samples for one in sample.operations)
-        ]
+        numbers = collections.defaultdict[tuple[int | None, bool], Iterator[int]](itertools.count)
+        operations = []
+        for one in (one for sample in record.samples for one in sample.operations):
+            number = next(numbers[one.peer, one.name == "send"]) + 1
+            ended_ns = one.ended_ns - 200_000
+            operations.append(Ended("c", number, one.group, one.name, one.issued_ns + 300_000, ended_ns, one.peer))
         ends = [record.steps[len(record.steps) * (at + 1) // lines - 1].end_ns for at in range(lines)]
+        ends[-1] = max(ends[-1], *(one.ended_ns for one in operations))
         endings, before = [], 0
         for until_ns in ends:
             endings.append(Endings(until_ns, 0, tuple(one for one in operations if before < one.ended_ns <= until_ns)))
@@ -48,10 +53,11 @@ def job(seed: int, world: int = 2, steps: int = STEPS) -> list[Record]:
     return data_parallel(world, steps, range(steps), evaluation_ns=late, buckets=draw.randint(2, 4))
 
 
-def agree(one: Breakdown, other: Breakdown, near: float = 1e-6) -> bool:
-    def parts(moving: Moving) -> list[float]:
-        return [moving.exposed_wire_ns, moving.exposed_wait_ns, moving.hidden_wire_ns, moving.hidden_wait_ns]
+def parts(moving: Moving) -> list[float]:
+    return [moving.exposed_wire_ns, moving.exposed_wait_ns, moving.hidden_wire_ns, moving.hidden_wait_ns]
 
+
+def agree(one: Breakdown, other: Breakdown, near: float = 1e-6) -> bool:
     return all(
         a.work == pytest.approx(b.work, rel=near)
         and parts(a.communication[SYNC]) == pytest.approx(parts(b.communication[SYNC]), rel=near, abs=1000)
@@ -67,6 +73,43 @@ def test_it_is_as_if_all_steps_had_samples(seed: int, world: int) -> None:
     assert remembered.problems == () and [share.sampled for share in remembered.shares] == [3] * world
     assert agree(remembered, divide(records))
     assert not agree(divide([replace(each, endings=[]) for each in told(records)]), divide(records), near=0.02)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("stages", "world"), [(2, 2), (3, 3), (4, 2)])
+def test_messages_are_told_as_collectives_are(stages: int, world: int, seed: int) -> None:
+    """Of pipelines: also where two ranks have several stages each, and receive from each other forward and back."""
+    records = pipeline(stages, world, STEPS, random.Random(f"stages {seed}"))
+    few = told(records)
+    for share, truly in zip(divide(few).shares, divide(records).shares, strict=True):
+        assert share.work == pytest.approx(truly.work, rel=1e-6) and len(truly.communication) >= 2
+        for purpose, moving in truly.communication.items():
+            assert parts(share.communication[purpose]) == pytest.approx(parts(moving), rel=1e-6, abs=1000), purpose
+    without = divide([replace(each, endings=[]) for each in few])
+    hidden = [
+        [each.communication["pipeline send"].hidden_wire_ns for each in one.shares]
+        for one in (without, divide(records))
+    ]
+    assert hidden[0] != pytest.approx(hidden[1], rel=0.02)
+
+
+def test_short_pauses_between_operators_are_no_waits() -> None:
+    """0.2 ms in the midst of each backward pass, while a send moves: the engine is believed all the same."""
+
+    def paused(record: Record) -> Record:
+        samples = []
+        for sample, step in zip(record.samples, record.steps, strict=True):
+            middles = [(one.start_ns + one.end_ns) // 2 for one in step.spans if one.phase == "backward"]
+            gaps = [(at - 100_000, at + 100_000, None) for at in middles]
+            busy = tuple((a, b) for a, b, _ in without([(a, b, None) for a, b in sample.busy], gaps))
+            samples.append(replace(sample, busy=busy))
+        return replace(record, samples=samples)
+
+    whole = [paused(each) for each in pipeline(2, 2, STEPS, random.Random("pauses"))]
+    for share, truly in zip(divide(told(whole)).shares, divide(whole).shares, strict=True):
+        hidden, of_all = (one.communication["pipeline send"].hidden_wire_ns for one in (share, truly))
+        assert hidden == pytest.approx(of_all, rel=0.05)
+        assert share.work["backward"] == pytest.approx(truly.work["backward"], rel=0.03)
 
 
 def test_the_torn_end_of_a_record_counts_by_its_marks() -> None:
@@ -182,13 +225,13 @@ def test_what_is_not_written_is_missing_in_the_line_that_says_all_is_told(seed: 
         return has_room
 
     class Core:
-        def take_ended(self) -> tuple[list[tuple[str, int, str, int, int]], int]:
+        def take_ended(self) -> tuple[list[tuple[str, int, str, int, int, None]], int]:
             dropped = draw.choice([0, 0, 3])
             happened.append(dropped)
             many = range(draw.choice([0, 1, 63, 64, 65, 200]))
-            return [("0", next(numbers), "all_reduce", 1, 2) for _ in many], dropped
+            return [("0", next(numbers), "all_reduce", 1, 2, None) for _ in many], dropped
 
-    memory = Memory(put, lambda name: (name, 2))
+    memory = Memory(put, lambda name: (name, (0, 1)))
     memory._is_watching, memory._core = True, Core()
     for _ in range(20):
         memory.look()

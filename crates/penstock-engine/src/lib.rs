@@ -35,7 +35,7 @@ pub use penstock_kernels::simd_level;
 pub use penstock_net::{Contact, Process, Ptracer, fds, interface, log_writer, memory};
 pub use penstock_plan as plan;
 pub use penstock_stream::{crc32c, fingerprint};
-pub use recorder::Ended;
+pub use recorder::{Ended, Message};
 pub use reducer::{Gradient, Reducer, ReducerSpec, ReducerStats, Setting};
 pub use runtime::{Call, GroupSpec};
 pub use stats::{ChannelStats, GroupStats, Held, PeerStats, Stats};

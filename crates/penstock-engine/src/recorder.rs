@@ -4,7 +4,8 @@
 //! what one rank waited for while another did something else (`penstock flight`).
 
 use crate::stats::Stats;
-use penstock_plan::Algorithm;
+use penstock_core::groups::Call;
+use penstock_plan::{Algorithm, Collective};
 use penstock_stream::fingerprint::Fingerprint;
 use serde_json::{Value, json};
 use std::collections::VecDeque;
@@ -20,6 +21,8 @@ pub(crate) struct Record {
     pub(crate) group: Arc<str>,
     /// Its number in its channel: for collectives, from 1 on. `None` for a receive that has no message yet.
     pub(crate) seq: Option<u64>,
+    /// Of a send or a receive: which one.
+    pub(crate) message: Option<Message>,
     pub(crate) what: Fingerprint,
     /// Bytes of the tensor.
     pub(crate) bytes: u64,
@@ -36,13 +39,38 @@ pub(crate) struct Record {
     pub(crate) is_told: bool,
 }
 
+/// A send or a receive. Both ends of a message know its tag, its number and each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Message {
+    /// Or a receive.
+    pub is_send: bool,
+    /// The rank in its group to which it goes, or from which it comes; `ANY_SOURCE` of a receive that has no message yet.
+    pub other: u32,
+    /// The caller's.
+    pub tag: u32,
+}
+
+impl Message {
+    /// `None`: a collective.
+    pub(crate) fn of(call: &Call) -> Option<Message> {
+        let (is_send, other) = match call.collective {
+            Collective::Send { to } => (true, to),
+            Collective::Recv { from } => (false, from),
+            _ => return None,
+        };
+        Some(Message { is_send, other, tag: call.tag })
+    }
+}
+
 /// An operation that has ended well, as [`Recorder::take_ended`] tells it.
 #[derive(Clone, Debug)]
 pub struct Ended {
     /// The name of its group or channel.
     pub group: Arc<str>,
-    /// Its number in its channel: for collectives, from 1 on.
+    /// Its number in its channel: for collectives, from 1 on; for messages, among those of one tag from the same rank to the same.
     pub number: Option<u64>,
+    /// Of a send or a receive: which one.
+    pub message: Option<Message>,
     /// Such as `all_reduce`.
     pub operation: &'static str,
     /// When it was issued, in nanoseconds of the host's monotonic clock.
@@ -107,8 +135,8 @@ impl Recorder {
     }
 
     /// A receive that waited for a message got its number.
-    pub(crate) fn numbered(&self, entry: Entry, seq: u64) {
-        self.change(entry, |record| (record.seq, record.waits_for) = (Some(seq), None));
+    pub(crate) fn numbered(&self, entry: Entry, seq: u64, message: Option<Message>) {
+        self.change(entry, |record| (record.seq, record.message, record.waits_for) = (Some(seq), message, None));
     }
 
     pub(crate) fn waits_for(&self, entry: Entry, what: String) {
@@ -144,6 +172,7 @@ impl Recorder {
                 found.push(Ended {
                     group: record.group.clone(),
                     number: record.seq,
+                    message: record.message,
                     operation: record.what.name(),
                     issued_ns: nanoseconds(record.issued),
                     ended_ns: nanoseconds(ended),
@@ -291,6 +320,7 @@ mod tests {
         Record {
             group: group.into(),
             seq: Some(seq),
+            message: None,
             what: Fingerprint::new(Name::AllReduce, None, DType::F32, None, seq),
             bytes: 4 * seq,
             algorithm: Algorithm::Ring,
@@ -360,6 +390,19 @@ mod tests {
         }
         assert_eq!(told(), (vec![], 1), "of four that were dropped all but the last were told");
         assert_eq!(told(), (vec![], 0));
+    }
+
+    /// What a receive from any source receives is known when it has got its number, and told at its end.
+    #[test]
+    fn messages_are_told() {
+        let recorder = Recorder::new(0, 0, "h".into(), None);
+        let start = Instant::now();
+        let from = |other| Some(Message { is_send: false, other, tag: 5 });
+        let entry = recorder.issued(Record { seq: None, message: from(u32::MAX), ..record("g", 0, start) });
+        recorder.numbered(entry, 7, from(2));
+        recorder.ended(entry, start, true);
+        let (ended, _) = recorder.take_ended(|_| 0);
+        assert_eq!(ended.iter().map(|one| (one.number, one.message)).collect::<Vec<_>>(), [(Some(7), from(2))]);
     }
 
     /// A folder on a file system that blocks holds up neither who asks for a record nor the next one, and what was asked for

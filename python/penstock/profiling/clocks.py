@@ -267,7 +267,8 @@ def _joined(
 
 
 def _likely(by_ends: Floats, spread: Floats, low: Floats, high: Floats) -> tuple[list[float], float]:
-    """What the correction is likely to be in each window, and how far its two signs, ends and wall clocks, are apart.
+    """What the correction is likely to be in each window, and how far its two signs are apart: ends, or without any the middle
+    between bounds, which is right if messages take as long both ways; and wall clocks.
 
     Where collectives end at once by the wall clocks, too, their ends are the finer measure, if they agree with each other better
     than with those. Where not, the wall clocks count if bounds allow: a host that lacks processor time may notice each end
@@ -275,10 +276,18 @@ def _likely(by_ends: Floats, spread: Floats, low: Floats, high: Floats) -> tuple
     """
     count = len(by_ends)
     has_ends = np.flatnonzero(np.isfinite(by_ends))
-    if not len(has_ends):
-        return [0.0] * count, float(WALL_ERROR_NS)
-    doubt_ns = abs(float(np.median(by_ends[has_ends])))
     of_wall = [0.0] * count
+    if not len(has_ends):
+        if not count or not (np.isfinite(low).all() and np.isfinite(high).all()):
+            return of_wall, float(WALL_ERROR_NS)
+        middle = (low + high) / 2
+        apart_ns = abs(float(np.median(middle)))
+        is_possible = (low <= 0).all() and (high >= 0).all()
+        return (
+            of_wall if is_possible else middle.tolist(),
+            apart_ns if apart_ns <= WALL_AGREES_NS else float(WALL_ERROR_NS),
+        )
+    doubt_ns = abs(float(np.median(by_ends[has_ends])))
     if doubt_ns > WALL_AGREES_NS:
         if (low <= 0).all() and (high >= 0).all() and (high - low).max() > 2 * LOOSE_NS:
             return of_wall, doubt_ns

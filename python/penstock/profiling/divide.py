@@ -125,7 +125,7 @@ class _Last:
         cls, steps: Iterable[Step], samples: Mapping[int, Sample], courses: Mapping[int, list[Course]]
     ) -> _Last | None:
         """None: in samples it stands still at other times."""
-        shown, guessed = [], []
+        shown, guessed, steps = [], [], list(steps)
         for step in steps:
             own, waits = courses.get(step.number, []), marked_waits(step)
             moving = flight(own, step.start_ns, step.end_ns)
@@ -134,7 +134,8 @@ class _Last:
         differ = [a - b for a, b in zip(shown, guessed, strict=True) if b]
         awake_ns = round(statistics.median(differ)) if differ else 0
         off = sum(abs(a - b - (awake_ns if b else 0)) for a, b in zip(shown, guessed, strict=True))
-        return cls(min(awake_ns, WAKE_NS)) if off <= _LAST * sum(shown) + GAP_NS * len(shown) else None
+        most = _LAST * sum(shown) + _OF_STEPS * sum(step.end_ns - step.start_ns for step in steps)
+        return cls(min(awake_ns, WAKE_NS)) if off <= most else None
 
     def standing(
         self, step: Step, courses: Sequence[Course], waits: list[Piece[tuple[str, str]]], moving: list[Piece[Kind]]
@@ -551,6 +552,9 @@ WAKE_NS = 5_000_000
 
 _LAST = 0.1
 """Of the time for which samples stand still: as much may lie elsewhere than after the last operation."""
+
+_OF_STEPS = 0.01
+"""As much of the samples' steps: pauses between operators while something moves, which are no wait for it."""
 
 OUTLIER = 5
 """So many times the median is worth a word: a checkpoint, an evaluation, a stall."""

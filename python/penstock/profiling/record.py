@@ -133,14 +133,16 @@ class Ended(NamedTuple):
     """An operation as Penstock's engine remembers it."""
 
     channel: str
-    """Within the job, as the engine calls it: the same on all ranks."""
+    """Within the job, as the engine calls it: the same on all ranks; of a message with its tag."""
     number: int
-    """Of a collective within its channel: the same on all ranks."""
+    """Within its channel, and of a message from the same rank to the same: the same on all ranks."""
     group: str
     """As in `Operation`."""
     name: str
     issued_ns: int
     ended_ns: int
+    peer: int | None = None
+    """As in `Operation`."""
 
 
 @dataclass(frozen=True)
@@ -391,11 +393,14 @@ def _sample(given: dict[str, Any]) -> Sample:
     )
 
 
+def _ended(given: Any) -> Ended:
+    channel, number, group, name, issued, ended, *more = given
+    peer = _count(more[0]) if more and more[0] is not None else None
+    return Ended(checked(channel), _count(number), checked(group), checked(name), *_ordered(issued, ended), peer)
+
+
 def _endings(given: dict[str, Any]) -> Endings:
-    operations = tuple(
-        Ended(checked(channel), _count(number), checked(group), checked(name), *_ordered(issued, ended))
-        for channel, number, group, name, issued, ended in given["operations"]
-    )
+    operations = tuple(map(_ended, given["operations"]))
     return Endings(_time(given["ended"]), _count(given.get("missing", 0)), operations)
 
 

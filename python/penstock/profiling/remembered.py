@@ -6,7 +6,7 @@ from __future__ import annotations
 import bisect
 import collections
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.profiling.clocks import Clock
@@ -23,8 +23,8 @@ def remembered(
 ) -> dict[int, dict[int, list[Course]]]:
     """By rank, then by step: the courses of all operations of a step that no sample shows, in order of issue. O(n log n).
 
-    Only steps of which that is known to be all, and of ranks whose samples show the same operations as the engine: so none that
-    sends or receives, for instance, and none with operations that the engine splits.
+    Only steps of which that is known to be all, and of ranks whose samples show the same operations as the engine: so none with
+    operations that the engine splits, for instance.
 
     Args:
         records: one a rank.
@@ -36,17 +36,21 @@ def remembered(
         for _, operation in meeting.parts:
             members[operation.group] = max(members.get(operation.group, 0), operation.ranks, len(meeting.parts))
     memories = {record.header.rank: memory for record in records if (memory := _Memory.of(record)) is not None}
-    together: dict[tuple[str, int], list[tuple[int, int, Operation]]] = {}
+    together: dict[tuple[str, int, tuple[int, int] | None], list[tuple[int, int, Operation]]] = {}
     for rank, memory in memories.items():
         for step, found in memory.steps.items():
             for channel, operation in found:
-                together.setdefault((channel, operation.number), []).append((rank, step, operation))
+                key = channel, operation.number, _way(rank, operation)
+                together.setdefault(key, []).append((rank, step, operation))
     made, torn = [], set()
-    for parts in together.values():
+    for (_, _, way), parts in together.items():
         ranks = {rank for rank, _, _ in parts}
         group, step = parts[0][2].group, parts[0][1]
-        if len(parts) == len(ranks) == members.get(group, len(ranks)) and all(each[1] == step for each in parts):
-            both = tuple((rank, operation) for rank, _, operation in sorted(parts, key=lambda part: part[0]))
+        expected = members.get(group, len(ranks)) if way is None else 2
+        if len(parts) == len(ranks) == expected and all(each[1] == step for each in parts):
+            # Of a message the sender comes first.
+            order = sorted(parts, key=lambda part: part[0] if way is None else way.index(part[0]))
+            both = tuple((rank, operation) for rank, _, operation in order)
             made.append(Meeting(step, kind(both[0][1].name), both, True))
         else:
             torn |= {(rank, step) for rank, step, _ in parts}
@@ -58,6 +62,13 @@ def remembered(
             if (rank, step) not in torn and all(course.is_known for course in courses):
                 known.setdefault(rank, {})[step] = courses
     return known
+
+
+def _way(rank: int, operation: Operation) -> tuple[int, int] | None:
+    """Of a rank's send or receive: from which rank to which."""
+    if operation.peer is None:
+        return None
+    return (rank, operation.peer) if kind(operation.name) is Kind.SEND else (operation.peer, rank)
 
 
 @dataclass
@@ -81,7 +92,7 @@ class _Memory:
         for one in (one for line in record.endings for one in line.operations):
             at = bisect.bisect_right(starts, one.issued_ns) - 1
             if at >= 0 and one.issued_ns < steps[at].end_ns:
-                if kind(one.name) in _COLLECTIVE:
+                if _is_known(one):
                     ended.setdefault(steps[at].number, []).append(one)
                 else:
                     others.add(steps[at].number)
@@ -101,13 +112,18 @@ class _Memory:
         if not examples:
             return None
         shown = _Shown(pair for pairs in examples.values() for pair in pairs)
-        operations = {number: [(one.channel, shown.as_shown(one)) for one in found] for number, found in ended.items()}
+        operations = {number: list(shown.as_shown(found)) for number, found in ended.items()}
         samples = {sample.step for sample in record.samples}
         return cls(operations, sorted(is_whole - samples))
 
 
 _FOREVER = 1 << 63
-_COLLECTIVE = (Kind.ALL, Kind.EXCHANGE, Kind.ROOTED)
+
+
+def _is_known(one: Operation | Ended) -> bool:
+    """Whether it is told with which of other ranks it is one operation."""
+    found = kind(one.name)
+    return found is not Kind.OTHER and (one.peer is not None) == (found in (Kind.SEND, Kind.RECEIVE))
 
 
 def _untold(record: Record) -> list[tuple[int, int, None]]:
@@ -122,16 +138,24 @@ def _untold(record: Record) -> list[tuple[int, int, None]]:
     return union([*holes, (before, _FOREVER, None)])
 
 
+_Key = tuple[str, str, int | None]
+"""Operations that are alike, by group, name and peer."""
+
+
+def _key(one: Operation | Ended) -> _Key:
+    return one.group, canonical(one.name), one.peer
+
+
 def _pairs(sampled: Iterable[Operation], ended: Iterable[Ended]) -> list[tuple[Operation, Ended]] | None:
     """The operations of a sample with what the engine tells of them. None: they are not the same, or not of all ranks."""
-    shown: dict[tuple[str, str], list[Operation]] = {}
+    shown: dict[_Key, list[Operation]] = {}
     for operation in sampled:
-        if kind(operation.name) not in _COLLECTIVE:
+        if not _is_known(operation):
             return None
-        shown.setdefault((operation.group, operation.name), []).append(operation)
-    told: dict[tuple[str, str], list[Ended]] = {}
+        shown.setdefault(_key(operation), []).append(operation)
+    told: dict[_Key, list[Ended]] = {}
     for one in ended:
-        told.setdefault((one.group, canonical(one.name)), []).append(one)
+        told.setdefault(_key(one), []).append(one)
     if {key: len(each) for key, each in shown.items()} != {key: len(each) for key, each in told.items()}:
         return None
     return [
@@ -144,28 +168,40 @@ def _pairs(sampled: Iterable[Operation], ended: Iterable[Ended]) -> list[tuple[O
 
 
 class _Shown:
-    """How samples show operations of the engine: by how much earlier they are issued and later they end, by group and name."""
+    """How samples show operations of the engine: by how much earlier they are issued and later they end, of operations that are
+    alike; and for what they are, also by their place among those of their step."""
 
     def __init__(self, pairs: Iterable[tuple[Operation, Ended]]) -> None:
-        issued: dict[tuple[str, str], list[int]] = {}
-        ended: dict[tuple[str, str], list[int]] = {}
-        purposes: dict[tuple[str, str], collections.Counter[str]] = {}
+        issued: dict[_Key, list[int]] = {}
+        ended: dict[_Key, list[int]] = {}
+        self._purposes: dict[tuple[_Key, int], collections.Counter[str]] = {}
         self._ranks: dict[str, int] = {}
         for operation, one in pairs:
-            key = operation.group, operation.name
+            key = _key(one)
             issued.setdefault(key, []).append(operation.issued_ns - one.issued_ns)
             ended.setdefault(key, []).append(operation.ended_ns - one.ended_ns)
-            purposes.setdefault(key, collections.Counter())[operation.purpose] += 1
+            for place in (operation.number, _ANY):
+                self._purposes.setdefault((key, place), collections.Counter())[operation.purpose] += 1
             self._ranks[operation.group] = operation.ranks
-        self._purpose = {key: counted.most_common(1)[0][0] for key, counted in purposes.items()}
         self._issued = {key: round(statistics.median(each)) for key, each in issued.items()}
         # Some are noted later than that, by up to the 5 ms for which another of Python's threads keeps the interpreter.
         self._ended = {key: min(each) for key, each in ended.items()}
 
-    def as_shown(self, one: Ended) -> Operation:
-        name = canonical(one.name)
-        key = one.group, name
-        issued_ns = max(0, one.issued_ns + self._issued.get(key, 0))
-        ended_ns = max(issued_ns, one.ended_ns + self._ended.get(key, 0))
-        ranks, purpose = self._ranks.get(one.group, 0), self._purpose.get(key, "")
-        return Operation(name, one.group, one.number, issued_ns, ended_ns, 0, ranks, None, purpose)
+    def as_shown(self, of_step: Iterable[Ended]) -> Iterator[tuple[str, Operation]]:
+        """With their channels, in order of issue."""
+        places: collections.Counter[_Key] = collections.Counter()
+        for one in sorted(of_step, key=lambda one: one.issued_ns):
+            key = _key(one)
+            issued_ns = max(0, one.issued_ns + self._issued.get(key, 0))
+            ended_ns = max(issued_ns, one.ended_ns + self._ended.get(key, 0))
+            known = self._purposes.get((key, places[key])) or self._purposes.get((key, _ANY)) or {"": 1}
+            purpose = max(known, key=known.__getitem__)
+            places[key] += 1
+            ranks = self._ranks.get(one.group, 0)
+            yield (
+                one.channel,
+                Operation(key[1], one.group, one.number, issued_ns, ended_ns, 0, ranks, one.peer, purpose),
+            )
+
+
+_ANY = -1

@@ -301,6 +301,7 @@ impl Driver {
         let recorded = self.recorder.issued(Record {
             group: self.spec.name.as_str().into(),
             seq: Some(self.first + self.running.len() as u64 + 1),
+            message: None,
             what: fingerprint,
             bytes: call.bytes,
             algorithm: Algorithm::Aggregated,

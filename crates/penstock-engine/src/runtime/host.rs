@@ -2,7 +2,7 @@
 
 use super::local::Local;
 use crate::buffers::{Buffers, Computation, Kept, Memory};
-use crate::recorder::{Entry as Recorded, Record};
+use crate::recorder::{Entry as Recorded, Message, Record};
 use crate::scale::Scale;
 use crate::ticket::{Promise, Ticket};
 use penstock_core::groups::{Beginning, Failed, Host, Issue};
@@ -112,11 +112,12 @@ impl Host for Hands<'_> {
 
     fn issued(&mut self, body: &mut Body, issue: &Issue<'_>) {
         if let (Some(recorded), Some(seq)) = (body.recorded, issue.seq) {
-            return self.local.recorder.numbered(recorded, seq);
+            return self.local.recorder.numbered(recorded, seq, Message::of(issue.call));
         }
         body.recorded = Some(self.local.recorder.issued(Record {
             group: issue.channel.clone(),
             seq: issue.seq,
+            message: Message::of(issue.call),
             what: issue.call.fingerprint,
             bytes: issue.call.bytes,
             algorithm: issue.algorithm,

@@ -58,11 +58,12 @@ def train(plan: Stages, folder: Path) -> None:
 
     def receive() -> torch.Tensor:
         tensor = torch.empty(length)
+        issued_ns = time.monotonic_ns()
         work = dist.irecv(tensor, 1 - rank)
         assert work is not None
         start_ns = time.monotonic_ns()
         work.wait()
-        notes[-1]["received"].append((start_ns, time.monotonic_ns()))
+        notes[-1]["received"].append((issued_ns, start_ns, time.monotonic_ns()))
         return tensor
 
     def send(tensor: torch.Tensor) -> None:
@@ -94,7 +95,7 @@ def train(plan: Stages, folder: Path) -> None:
         for given, states in passed:
             gradient = receive() if rank == 0 else torch.ones(length)
             if not notes[-1]["forward"]:
-                stood = (end_ns - start_ns for start_ns, end_ns in notes[-1]["received"] if start_ns > begun_ns)
+                stood = (end_ns - start_ns for _, start_ns, end_ns in notes[-1]["received"] if start_ns > begun_ns)
                 notes[-1]["forward"] = time.monotonic_ns() - begun_ns - sum(stood)
             with noted("backward"):
                 states.backward(gradient)

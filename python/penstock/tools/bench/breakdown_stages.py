@@ -38,8 +38,8 @@ class Notes(TypedDict):
     backward: int
     optimizer: int
     step: int
-    received: list[tuple[int, int]]
-    """When the thread began to wait for each receive, and when that ended."""
+    received: list[tuple[int, int, int]]
+    """When each receive was issued, when the thread began to wait for it, and when that ended."""
     sent: list[int]
     """When each send was issued."""
     waited: list[tuple[int, int]]
@@ -68,26 +68,31 @@ def drawn(seed: int) -> Stages:
 
 def rows(noted: Sequence[Sequence[Notes]], rank: int) -> list[dict[str, float]]:
     """By step, what a stage noted of each category, in ns. A receive waits until its send is issued, and is on the wire then; a
-    send is on the wire until it has been received."""
+    send is on the wire until it has been received, or as long as the thread waits for it."""
     found = []
     for own, other in zip(noted[rank], noted[1 - rank], strict=True):
-        wait, wire = [], []
-        for (start, end), sent in zip(own["received"], other["sent"], strict=True):
-            moves = min(max(start, sent), end)
-            wait.append((start, moves, None))
-            wire.append((moves, end, None))
-        sends = union((sent, end, None) for sent, (_, end) in zip(own["sent"], other["received"], strict=True))
-        received = union((start, end, None) for start, end in own["received"])
-        blocked = union([*received, *((start, end, None) for start, end in own["waited"])])
+        waits, wires = [], []
+        for (issued, _, end), sent in zip(own["received"], other["sent"], strict=True):
+            moves = min(max(issued, sent), end)
+            waits.append((issued, moves, None))
+            wires.append((moves, end, None))
+        receives = union((start, end, None) for _, start, end in own["received"])
+        blocked = union([*receives, *((start, end, None) for start, end in own["waited"])])
+        sends = [(sent, end, None) for sent, (_, _, end) in zip(own["sent"], other["received"], strict=True)]
+        moving = union([*wires, *sends])
 
         def length(pieces: Sequence[tuple[int, int, None]]) -> float:
             return float(sum(end - start for start, end, _ in pieces))
 
-        exposed = [(a, b, None) for a, b, _, _ in overlaps(sends, without(blocked, received))]
+        def both(first: Sequence[tuple[int, int, None]], second: Sequence[tuple[int, int, None]]) -> float:
+            return float(sum(end - start for start, end, _, _ in overlaps(first, second)))
+
         row = {category: float(own[category]) for category in ("forward", "backward", "optimizer", "step")}
         row |= dict.fromkeys(("loading", "clip", "evaluation", "checkpoint"), 0.0)
-        row["exposed wire"], row["exposed wait"] = length(wire) + length(exposed), length(wait)
-        row["hidden wire"], row["hidden wait"] = length(without(sends, blocked)), 0.0
-        row["other"] = 2 * row["step"] - sum(row.values()) + row["hidden wire"]
+        row["exposed wait"] = both(union(waits), receives)
+        row["exposed wire"] = both(union(wires), receives) + length(without(blocked, receives))
+        row["other"] = 2 * row["step"] - sum(row.values())
+        row["hidden wire"] = length(without(moving, blocked))
+        row["hidden wait"] = length(without(without(union(waits), moving), blocked))
         found.append(row)
     return found

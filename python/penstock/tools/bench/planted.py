@@ -1,32 +1,26 @@
 """Faults on purpose: small trainings on emulated hosts, each with one thing wrong, for `penstock profile` to find.
 
-    penstock profile -o FOLDER -- python -m penstock.tools.bench.planted PLAN
+    penstock profile -o FOLDER -- python -m penstock.tools.bench.planted_job PLAN
 
-makes the hosts of a plan (JSON), starts what disturbs them, and runs the ranks (`planted_rank`). `profiled` does that and finds
-the causes. The ranks have a core each, as far as there are enough. A machine that is busy otherwise is a fault of its own.
+runs a plan (JSON) on hosts of its own; `profiled` does that and finds the causes. The ranks have a core each, as far as there are
+enough. A machine that is busy otherwise is a fault of its own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import json
 import os
 import pathlib
 import random
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 
 from penstock.profiling import causes
 from penstock.profiling.causes import Cause
 from penstock.profiling.divide import divide
 from penstock.tools.bench.recorded import recorded
-from penstock.tools.testbed import LinkSpec, Testbed
 
-__all__ = ["FAULTS", "Found", "Plan", "conduct", "core_of", "drawn", "is_found", "profiled"]
+__all__ = ["FAULTS", "Found", "Plan", "core_of", "drawn", "is_found", "profiled"]
 
 
 @dataclasses.dataclass
@@ -145,7 +139,7 @@ def profiled(plan: Plan, folder: pathlib.Path) -> Found:
     Raises:
         BenchError: the training failed.
     """
-    command = [sys.executable, "-m", "penstock.tools.bench.planted", json.dumps(dataclasses.asdict(plan))]
+    command = [sys.executable, "-m", "penstock.tools.bench.planted_job", json.dumps(dataclasses.asdict(plan))]
     ranks = recorded(command, folder, f"{plan.fault}, seed {plan.seed},")
     return Found(causes.find(ranks, divide(ranks)), {each.header.rank: each.header.host for each in ranks})
 
@@ -161,116 +155,6 @@ def is_found(plan: Plan, found: Found) -> bool:
     return (plan.rank is None or first.rank == plan.rank) and bool(first.disk) == plan.reads_disk
 
 
-def conduct(plan: Plan) -> int:
-    """Make the hosts and what disturbs them, and run the ranks."""
-    # Offloaded packets would be lost by up to 64 KiB.
-    link = LinkSpec(rate_mbit=plan.rate, flow_mbit=plan.flow, offloads=False if plan.loss else None)
-    with contextlib.ExitStack() as stack:
-        # The other job's other end has a host of its own, so that it shares one link with the ranks.
-        hosts = plan.hosts + bool(plan.foreign_flows)
-        bed = stack.enter_context(Testbed(hosts=hosts, racks=1, link=link, rates=plan.rates))
-        if plan.loss:
-            rules = LOSS.format(bed.interface, round(plan.loss * 1e6))
-            for other in set(range(hosts)) - set(plan.links):
-                bed.inside(
-                    other, functools.partial(subprocess.run, ["nft", "-f", "-"], input=rules, text=True, check=True)
-                )
-        if plan.fault == "retransmissions":
-            for host in range(hosts):
-                # bbr, which this machine may have, sends on through losses; this one every namespace may use.
-                bed.inside(host, lambda: pathlib.Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno"))
-        if plan.foreign_flows:
-            sender, receiver = plan.links[0], plan.hosts
-            if not plan.is_foreign_sent:
-                sender, receiver = receiver, sender
-            address, flows = bed.address(receiver), str(plan.foreign_flows)
-            stack.enter_context(_ended(bed.popen(receiver, [sys.executable, "-c", SINK, address])))
-            stack.enter_context(_ended(bed.popen(sender, [sys.executable, "-c", SOURCE, address, flows])))
-        if plan.reads_disk:
-            # A folder that outlives a restart is on a disk.
-            folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp"))
-            plan = dataclasses.replace(plan, scratch=f"{folder}/read")
-            with open(plan.scratch, "wb") as file:
-                for _ in range(SCRATCH_MIB):
-                    file.write(os.urandom(1 << 20))
-                file.flush()
-                os.fsync(file.fileno())
-            stack.enter_context(_ended(subprocess.Popen([sys.executable, "-c", WRITER, f"{folder}/written"])))
-        if plan.is_crowded:
-            stack.enter_context(_ended(subprocess.Popen([sys.executable, "-c", CROWD, str(core_of(plan.rank or 0))])))
-        done = bed.run(
-            [sys.executable, "-m", "penstock.tools.bench.planted_rank", json.dumps(dataclasses.asdict(plan))],
-            ranks=plan.ranks,
-            on=range(plan.hosts),
-            env={"PENSTOCK_STREAMS": str(plan.streams), "OMP_NUM_THREADS": "1"},
-            timeout_s=300,
-        )
-        for rank, text in enumerate(done.outputs):
-            sys.stdout.write(f"--- rank {rank}\n{text}")
-    return done.returncode
-
-
-SINK = """
-import socket, sys, threading
-server = socket.create_server((sys.argv[1], 5999), backlog=64)
-def drain(one):
-    while one.recv(1 << 20):
-        pass
-while True:
-    threading.Thread(target=drain, args=(server.accept()[0],), daemon=True).start()
-"""
-SOURCE = """
-import socket, sys, threading, time
-def fill(one):
-    while True:
-        one.sendall(bytes(1 << 18))
-for _ in range(int(sys.argv[2])):
-    while True:
-        try:
-            one = socket.create_connection((sys.argv[1], 5999))
-            break
-        except ConnectionRefusedError:
-            time.sleep(0.05)
-    threading.Thread(target=fill, args=(one,), daemon=True).start()
-threading.Event().wait()
-"""
-WRITER = """
-import os, sys
-parent, block = os.getppid(), os.urandom(1 << 20)
-with open(sys.argv[1], "wb", buffering=0) as file:
-    while os.getppid() == parent:
-        file.seek(file.tell() % (64 << 20))
-        file.write(block)
-        os.fsync(file.fileno())
-"""
-LOSS = """
-add table netdev planted
-add chain netdev planted lost {{ type filter hook ingress device {} priority 0; }}
-add rule netdev planted lost numgen random mod 1000000 < {} drop
-"""
-SCRATCH_MIB = 64
-CROWD = """
-import os, sys
-os.sched_setaffinity(0, {int(sys.argv[1])})
-parent = os.getppid()
-while os.getppid() == parent:
-    pass
-"""
-
-
 def core_of(rank: int) -> int:
     cores = sorted(os.sched_getaffinity(0))
     return cores[rank % len(cores)]
-
-
-@contextlib.contextmanager
-def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
-
-
-if __name__ == "__main__":
-    sys.exit(conduct(Plan(**json.loads(sys.argv[1]))))

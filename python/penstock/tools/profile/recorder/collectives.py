@@ -8,7 +8,7 @@ import sys
 import time
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -135,12 +135,12 @@ class Calls:
         return None
 
     @staticmethod
-    def label(name: str) -> tuple[str, int]:
-        """Of a group, from torch's name: its name in records, and its ranks."""
+    def label(name: str) -> tuple[str, Sequence[int]]:
+        """Of a group, from torch's name: its name in records, and its ranks in the job, in order; none if it is gone."""
         for group, given in list(dist.distributed_c10d._world.pg_names.items()):  # asked by another thread, too
             if given == name:
-                return _label(group)[0], group.size()
-        return name, 0
+                return _label(group)[0], dist.get_process_group_ranks(group)
+        return name, ()
 
     @staticmethod
     def default() -> Call:

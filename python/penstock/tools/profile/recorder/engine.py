@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from penstock.profiling.record import Ended, Endings, Event, Readings
@@ -44,12 +44,12 @@ def readings() -> Readings | None:
     return Readings(time.monotonic_ns(), values)
 
 
-def reductions(start_ns: int, label: Callable[[str], tuple[str, int]]) -> list[Call]:
-    """What Penstock's own reducers have sent since ``start_ns``, as far as it has ended.
+_Label = Callable[[str], tuple[str, Sequence[int]]]
+"""The name in records of a group, from its name, and its ranks in the job, in order; none if they are not known."""
 
-    Args:
-        label: the name in records and the number of ranks of a group, from its name.
-    """
+
+def reductions(start_ns: int, label: _Label) -> list[Call]:
+    """What Penstock's own reducers have sent since ``start_ns``, as far as it has ended."""
     engine = _engine()
     if engine is None:
         return []
@@ -58,7 +58,7 @@ def reductions(start_ns: int, label: Callable[[str], tuple[str, int]]) -> list[C
     return [call for one in record["operations"] for call in _calls(one, now_ns, start_ns, label)]
 
 
-def _calls(one: Any, now_ns: int, start_ns: int, label: Callable[[str], tuple[str, int]]) -> Iterator[Call]:
+def _calls(one: Any, now_ns: int, start_ns: int, label: _Label) -> Iterator[Call]:
     channel = _CHANNEL.match(one["group"])
     if channel is None or one["ended_s_ago"] is None:
         return
@@ -71,7 +71,7 @@ def _calls(one: Any, now_ns: int, start_ns: int, label: Callable[[str], tuple[st
         f"{name}/{channel[2]}",
         issued_ns,
         issued_ns,
-        ranks,
+        len(ranks),
         purpose="data-parallel sync",
         bytes=one["bytes"],
         waited_ns=max(issued_ns, now_ns - round(1e9 * one["ended_s_ago"])),
@@ -81,18 +81,17 @@ def _calls(one: Any, now_ns: int, start_ns: int, label: Callable[[str], tuple[st
 class Memory:
     """Writes down what the engine remembers, of all steps. It is asked again and again, beside the training."""
 
-    def __init__(self, put: Callable[[Endings | Event], bool], label: Callable[[str], tuple[str, int]]) -> None:
+    def __init__(self, put: Callable[[Endings | Event], bool], label: _Label) -> None:
         """
         Args:
             put: returns whether there was room.
-            label: as for `reductions`.
         """
         self._put = put
         self._label = label
         self._lock = threading.Lock()
         self._core: Any = None
         self._is_watching = False
-        self._known: dict[str, str] = {}
+        self._known: dict[str, tuple[str, Sequence[int]]] = {}
         """Groups by channel. When an engine stops, torch has forgotten their names."""
         self._until_ns = 0
         self._written = self._missing = 0
@@ -136,10 +135,13 @@ class Memory:
                 self._put(Event(now_ns, "left out", _LATE.format(_MOST)))
 
     def _ended(self, one: Any) -> Ended:
-        channel, number, operation, issued_ns, ended_ns = one
-        group = self._known.get(channel)
-        if group is None:
+        channel, number, operation, issued_ns, ended_ns, message = one
+        if channel not in self._known:
             of_reducer = _CHANNEL.match(channel)
-            group = f"{self._label(of_reducer[1])[0]}/{of_reducer[2]}" if of_reducer else self._label(channel)[0]
-            self._known[channel] = group
-        return Ended(channel, number, group, operation, issued_ns, ended_ns)
+            group, ranks = self._label(of_reducer[1] if of_reducer else channel)
+            self._known[channel] = f"{group}/{of_reducer[2]}" if of_reducer else group, ranks
+        group, ranks = self._known[channel]
+        peer = None
+        if message is not None and message[0] < len(ranks):
+            peer, channel = ranks[message[0]], f"{channel}, tag {message[1]}"
+        return Ended(channel, number, group, operation, issued_ns, ended_ns, peer)

@@ -10,7 +10,7 @@ MOST_MARKS = 50_000
 """Spans and waits that are kept of a step."""
 
 _LEAST_FORWARD_NS = 100_000
-"""Between a mark and a backward pass, if no module ran. Two backward passes in a row have some us between them."""
+"""Between a mark and a backward pass, in a step without modules. Two backward passes in a row have some us between them."""
 
 
 class Marks:
@@ -18,8 +18,8 @@ class Marks:
 
     Spans that lie within others end before them. Three are not known when they begin:
 
-    - *forward* goes on after the module has returned, up to the next backward pass, for the loss is in it; where no module was
-      called, it is what lies between the last span and the backward pass;
+    - *forward* goes on after the module has returned, up to the next backward pass, for the loss is in it; in a step
+      without modules it is what lies between the last span and the backward pass;
     - *evaluation* joins calls between which there is nothing but the loader;
     - a module in evaluation mode with gradients is forward if a backward pass follows in the same step.
     """
@@ -33,6 +33,8 @@ class Marks:
         self._examples = self._left_out = 0
         self._open: list[tuple[str, int]] = []
         self._forward: Interval | None = None
+        self._has_modules = False
+        """Whether one was called in this step, with gradients."""
         self._evaluation: Interval | None = None
         self._between: list[Span] = []
         """Of the loader since the last evaluation."""
@@ -48,8 +50,8 @@ class Marks:
         if phase == "backward":
             if self._forward is not None:
                 self._forward = (self._forward[0], at_ns)
-            elif at_ns - self._last_ns > _LEAST_FORWARD_NS:
-                self._forward = (self._last_ns, at_ns)  # without a module, such as a compiled function
+            elif not self._has_modules and at_ns - self._last_ns > _LEAST_FORWARD_NS:
+                self._forward = (self._last_ns, at_ns)  # such as a compiled function
         if self._forward is not None:
             self._settle_forward()
         if phase != "loading" and self._evaluation is not None:
@@ -88,6 +90,7 @@ class Marks:
         """The outermost call of a module, with gradients."""
         if self._evaluation is not None:
             self._settle_evaluation()
+        self._has_modules = True
         self._forward = (start_ns if self._forward is None else self._forward[0], end_ns)
 
     def evaluation(self, start_ns: int, end_ns: int, *, with_gradients: bool = False) -> None:
@@ -132,6 +135,7 @@ class Marks:
         left_out = self._left_out
         self._spans, self._waits = [], []
         self._examples = self._left_out = 0
+        self._has_modules = False
         self.number += 1
         self.start_ns = self._last_ns = at_ns
         self._thread_ns = thread_ns
