@@ -192,6 +192,23 @@ def test_a_thread_that_stands_still_before_its_last_operation_is_told_by_samples
     assert divide(changed) == divide([replace(each, endings=[]) for each in changed])
 
 
+def test_launches_of_many_operations_are_told_by_samples() -> None:
+    """A pass of 40 ms launches 40 small ones, for most of its time, and stands still after the last for less than 1 ms."""
+
+    def launching(record: Record) -> Record:
+        samples = []
+        for sample in record.samples:
+            launches = [(one.issued_ns - 900_000, one.issued_ns, None) for one in sample.operations]
+            busy = tuple((a, b) for a, b, _ in without([(a, b, None) for a, b in sample.busy], launches))
+            samples.append(replace(sample, busy=busy))
+        return replace(record, samples=samples)
+
+    changed = [launching(each) for each in told(data_parallel(2, STEPS, range(STEPS), buckets=40, wire_ns=950_000))]
+    assert divide(changed) == divide([replace(each, endings=[]) for each in changed])
+    for share in divide(changed).shares:
+        assert share.work["backward"] < 10 * MS < 25 * MS < share.communication[SYNC].exposed_ns
+
+
 def test_an_operation_that_no_sample_shows_counts_for_other_purposes() -> None:
     """A sum of metrics now and then, hidden in the forward pass."""
     first, second = told(job(5))

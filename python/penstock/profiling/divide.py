@@ -132,10 +132,10 @@ class _Last:
             shown.append(_length(standing(step, samples[step.number], waits, moving)))
             guessed.append(_length(cls(0).standing(step, own, waits, moving)))
         differ = [a - b for a, b in zip(shown, guessed, strict=True) if b]
-        awake_ns = round(statistics.median(differ)) if differ else 0
+        awake_ns = min(round(statistics.median(differ)), WAKE_NS) if differ else 0
         off = sum(abs(a - b - (awake_ns if b else 0)) for a, b in zip(shown, guessed, strict=True))
         most = _LAST * sum(shown) + _OF_STEPS * sum(step.end_ns - step.start_ns for step in steps)
-        return cls(min(awake_ns, WAKE_NS)) if off <= most else None
+        return cls(awake_ns) if off <= most else None
 
     def standing(
         self, step: Step, courses: Sequence[Course], waits: list[Piece[tuple[str, str]]], moving: list[Piece[Kind]]
