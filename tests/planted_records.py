@@ -33,6 +33,8 @@ class Job:
     operations: int = 4
     latency_s: float = 0.0003
     efficiency: float = 0.9
+    is_overrun: bool = False
+    """All is sent at the link's rate, and then senders wait."""
     hidden: float = 0.2
     more: dict[tuple[int, str], float] = dataclasses.field(default_factory=dict)
     """By rank and phase: seconds more a step."""
@@ -89,7 +91,7 @@ def _capped_link(job: Job, given: random.Random) -> Expected:
     is_overrun = given.random() < 0.5
     job.resent = dict.fromkeys(job.resent, given.uniform(0.05, 0.3) if is_overrun else given.uniform(0, 0.02))
     if is_overrun:
-        job.efficiency = given.uniform(0.5, 0.7)
+        job.efficiency, job.is_overrun = given.uniform(0.45, 0.7), True
     return Expected("link", host=f"h{host}")
 
 
@@ -275,8 +277,11 @@ class _Counters:
             wire[f"stream.{number}.busy_us"] = busy_s * 1e6
             wire[f"stream.{number}.retransmits"] = self.sent * resent / 1448 / job.streams
         self._go(start_s, wire_start_s, steady, {})
-        length_s = end_s - wire_start_s
-        self._go(wire_start_s, end_s, steady, {name: value / length_s for name, value in wire.items()})
+        length_s = (end_s - wire_start_s) * (job.efficiency if job.is_overrun else 1.0)
+        self._go(
+            wire_start_s, wire_start_s + length_s, steady, {name: value / length_s for name, value in wire.items()}
+        )
+        self._go(wire_start_s + length_s, end_s, steady, {})
 
     def _go(self, start_s: float, end_s: float, *rates: dict[str, float]) -> None:
         at_s = start_s

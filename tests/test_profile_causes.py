@@ -184,6 +184,20 @@ def test_thresholds_are_where_the_page_says(is_over: bool) -> None:
     assert (first(job).kind, first(job).rank) == ("contention" if is_over else "straggler", 1)
 
 
+@pytest.mark.parametrize("is_overrun", [False, True])
+def test_a_link_that_is_never_full_loses_packets_on_their_way(is_overrun: bool) -> None:
+    """Round trips are long, as on hosts with few processors, and 5 % are sent again, while the link carries half of what it can:
+    as much all the time, or all for half of it."""
+    job = planted_records.Job(1, random.Random(1), gradient_bytes=30e6, efficiency=0.5, is_overrun=is_overrun)
+    job.resent = {0: 0.05, 1: 0.05}
+    records, breakdown = planted_records.played(job)
+    for record in records:
+        for reading in record.readings:
+            for name in [name for name in reading.values if name.endswith(".rtt_us")]:
+                reading.values[name] = 4000.0
+    assert causes.find(records, breakdown)[0].kind == ("link" if is_overrun else "retransmissions")
+
+
 @pytest.mark.parametrize("phase", ["loading", "forward"])
 def test_a_crowded_processor_is_late_in_whatever_the_rank_does(phase: str) -> None:
     """A loader that runs in the training thread is late too, and no other loader would help; one that sleeps is a loader."""

@@ -242,11 +242,11 @@ def test_what_is_not_written_is_missing_in_the_line_that_says_all_is_told(seed: 
         return has_room
 
     class Core:
-        def take_ended(self) -> tuple[list[tuple[str, int, str, int, int, None]], int]:
+        def take_ended(self) -> tuple[list[tuple[str, int, str, int, int, int, None]], int]:
             dropped = draw.choice([0, 0, 3])
             happened.append(dropped)
             many = range(draw.choice([0, 1, 63, 64, 65, 200]))
-            return [("0", next(numbers), "all_reduce", 1, 2, None) for _ in many], dropped
+            return [("0", next(numbers), "all_reduce", 8, 1, 2, None) for _ in many], dropped
 
     memory = Memory(put, lambda name: (name, (0, 1)))
     memory._is_watching, memory._core = True, Core()

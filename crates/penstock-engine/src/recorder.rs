@@ -73,6 +73,8 @@ pub struct Ended {
     pub message: Option<Message>,
     /// Such as `all_reduce`.
     pub operation: &'static str,
+    /// Of the tensor.
+    pub bytes: u64,
     /// When it was issued, in nanoseconds of the host's monotonic clock.
     pub issued_ns: u64,
     /// When it ended.
@@ -174,6 +176,7 @@ impl Recorder {
                     number: record.seq,
                     message: record.message,
                     operation: record.what.name(),
+                    bytes: record.bytes,
                     issued_ns: nanoseconds(record.issued),
                     ended_ns: nanoseconds(ended),
                 });

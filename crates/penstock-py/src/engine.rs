@@ -198,11 +198,11 @@ impl Engine {
         py.detach(|| self.0.record()).map_err(|failure| error(py, &failure))
     }
 
-    /// The operations that have ended since the last call: group, number or None, operation (`send` and `recv` of messages), when it was
-    /// issued and had ended, in nanoseconds of the monotonic clock, and of a message the other rank in its group and the tag. And how
-    /// many are missing. Wakes no thread.
+    /// The operations that have ended since the last call: group, number or None, operation (`send` and `recv` of messages), bytes, when
+    /// it was issued and had ended, in nanoseconds of the monotonic clock, and of a message the other rank in its group and the tag.
+    /// And how many are missing. Wakes no thread.
     #[allow(clippy::type_complexity, reason = "Python's names for the parts are in the stub")]
-    fn take_ended(&self) -> (Vec<(String, Option<u64>, &'static str, u64, u64, Option<(u32, u32)>)>, u64) {
+    fn take_ended(&self) -> (Vec<(String, Option<u64>, &'static str, u64, u64, u64, Option<(u32, u32)>)>, u64) {
         let (ended, missing) = self.0.take_ended();
         let ended = ended.iter().map(|one| {
             let operation = match one.message {
@@ -211,7 +211,7 @@ impl Engine {
                 Some(_) => "recv",
             };
             let message = one.message.map(|message| (message.other, message.tag));
-            (one.group.to_string(), one.number, operation, one.issued_ns, one.ended_ns, message)
+            (one.group.to_string(), one.number, operation, one.bytes, one.issued_ns, one.ended_ns, message)
         });
         (ended.collect(), missing)
     }

@@ -277,7 +277,7 @@ def _full_link(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cau
         link
         for link in links
         if link.limit is not None
-        and (link.share or 0.0) >= (_full_from(links) if link.limit.is_known else PLATEAU)
+        and (link.share or 0.0) >= (_full_from(link, links) if link.limit.is_known else PLATEAU)
         and (link.limit.is_known or len(link.streams) > 1)
     ]
     if not full:
@@ -300,10 +300,12 @@ def _full_link(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cau
     return Cause("link", "wire", text, change, cost_ns, cost_ns / 2, None, link.host, link.interface, _numbers(link))
 
 
-def _full_from(links: Sequence[Link]) -> float:
-    """From which share on a link counts as full. Where the queue before one overflows, senders wait at times, and it empties."""
-    stretch = max((_stretch(link) for link in links), default=0.0)
-    return CONGESTED if any(link.resent_share >= LOSSY for link in links) and stretch >= QUEUES else FULL
+def _full_from(link: Link, links: Sequence[Link]) -> float:
+    """From which share on a link counts as full. Where the queue before it overflows, senders wait at times, and it empties; at
+    others it is full, as it is not where packets are lost on their way."""
+    stretch = max((_stretch(other) for other in links), default=0.0)
+    is_overrun = link.highest_share >= FULL_AT_TIMES and stretch >= QUEUES
+    return CONGESTED if is_overrun and any(other.resent_share >= LOSSY for other in links) else FULL
 
 
 def _stretch(link: Link) -> float:
@@ -355,7 +357,7 @@ def _retransmissions(measures: Measures, links: Sequence[Link], cost_ns: float) 
     )
     gain_ns = None
     if worst.limit is not None and worst.limit.is_known:
-        gain_ns = cost_ns * (1 - min(1.0, (worst.share or 0.0) / FULL))
+        gain_ns = cost_ns * (1 - min(1.0, (1 - worst.resent_share) * (worst.share or 0.0) / REACHED))
     return Cause(
         "retransmissions", "wire", text, change, cost_ns, gain_ns, None, worst.host, worst.interface, _numbers(worst)
     )
@@ -609,6 +611,8 @@ REACHED = 0.95
 SPARE = 1.5
 """Times the flows that would fill a link if all were busy all the time: just those reach 85 to 95 % of it."""
 CONGESTED = 0.4
+FULL_AT_TIMES = 0.8
+"""Readings of capped links with queues that overflowed reached 0.96 of the limit, those of links that lost 2 to 5 % 0.65."""
 QUEUES = 4.0
 """Times the shortest round trip. Losses of a bad cable come without a queue."""
 PLATEAU = 0.8

@@ -4,26 +4,28 @@ torch.distributed tells."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import json
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.profiling.record import Ended, Endings, Event, Readings
 from penstock.tools.profile.recorder.kineto import Call
 
-__all__ = ["Memory", "readings", "reductions"]
+__all__ = ["Memory", "readings"]
 
 _CHANNEL = re.compile(r"^(.*)/(rounds|buckets|sparse)\d*$")
 """Of a group: in which a reducer agrees on what is ready, and sums it."""
 
 _MOST = 200_000
 """Operations that are written of a run: 16 MB. Later ones are known in samples alone."""
+_RECENT = 1024
+"""Sums of reducers that a sample may ask for: as many as the engine remembers."""
 _AT_ONCE = 64
 """In a line. What makes lines into text holds the interpreter's lock meanwhile."""
 _LATE = "the engine's operations from here on, but for those in samples: a record keeps {:,}"
@@ -48,36 +50,6 @@ _Label = Callable[[str], tuple[str, Sequence[int]]]
 """The name in records of a group, from its name, and its ranks in the job, in order; none if they are not known."""
 
 
-def reductions(start_ns: int, label: _Label) -> list[Call]:
-    """What Penstock's own reducers have sent since ``start_ns``, as far as it has ended."""
-    engine = _engine()
-    if engine is None:
-        return []
-    record = json.loads(engine.core.record())
-    now_ns = round(1e9 * record["time"]) + time.monotonic_ns() - time.time_ns()
-    return [call for one in record["operations"] for call in _calls(one, now_ns, start_ns, label)]
-
-
-def _calls(one: Any, now_ns: int, start_ns: int, label: _Label) -> Iterator[Call]:
-    channel = _CHANNEL.match(one["group"])
-    if channel is None or one["ended_s_ago"] is None:
-        return
-    issued_ns = now_ns - round(1e9 * one["issued_s_ago"])
-    if issued_ns < start_ns:
-        return
-    name, ranks = label(channel[1])
-    yield Call(
-        one["operation"].partition("(")[0],
-        f"{name}/{channel[2]}",
-        issued_ns,
-        issued_ns,
-        len(ranks),
-        purpose="data-parallel sync",
-        bytes=one["bytes"],
-        waited_ns=max(issued_ns, now_ns - round(1e9 * one["ended_s_ago"])),
-    )
-
-
 class Memory:
     """Writes down what the engine remembers, of all steps. It is asked again and again, beside the training."""
 
@@ -93,6 +65,7 @@ class Memory:
         self._is_watching = False
         self._known: dict[str, tuple[str, Sequence[int]]] = {}
         """Groups by channel. When an engine stops, torch has forgotten their names."""
+        self._reductions = collections.deque[Call](maxlen=_RECENT)
         self._until_ns = 0
         self._written = self._missing = 0
 
@@ -114,13 +87,15 @@ class Memory:
         """Write what has ended since the last call."""
         self.watch()
         core = self._core
-        if core is None or self._written >= _MOST:
+        if core is None:
             return
         with self._lock:
             now_ns = time.monotonic_ns()
             found, missing = core.take_ended()
             self._missing += missing
             ended = [self._ended(one) for one in found if one[1] is not None]
+            if self._written >= _MOST:
+                return
             for at in range(0, max(len(ended), 1), _AT_ONCE):
                 some = tuple(ended[at : at + _AT_ONCE])
                 # Only the last line says that all are told until now, and how many are not.
@@ -134,13 +109,23 @@ class Memory:
             if self._written >= _MOST:
                 self._put(Event(now_ns, "left out", _LATE.format(_MOST)))
 
+    def reductions(self, start_ns: int) -> list[Call]:
+        """What Penstock's own reducers have sent since then, as far as it has ended."""
+        self.look()
+        with self._lock:
+            return [call for call in self._reductions if call.start_ns >= start_ns]
+
     def _ended(self, one: Any) -> Ended:
-        channel, number, operation, issued_ns, ended_ns, message = one
+        channel, number, operation, length, issued_ns, ended_ns, message = one
         if channel not in self._known:
             of_reducer = _CHANNEL.match(channel)
             group, ranks = self._label(of_reducer[1] if of_reducer else channel)
             self._known[channel] = f"{group}/{of_reducer[2]}" if of_reducer else group, ranks
         group, ranks = self._known[channel]
+        if _CHANNEL.match(channel):
+            what = {"purpose": "data-parallel sync", "bytes": length}
+            call = Call(operation, group, issued_ns, issued_ns, len(ranks), waited_ns=max(issued_ns, ended_ns), **what)
+            self._reductions.append(call)
         peer = None
         if message is not None and message[0] < len(ranks):
             peer, channel = ranks[message[0]], f"{channel}, tag {message[1]}"

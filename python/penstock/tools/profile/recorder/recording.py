@@ -73,8 +73,8 @@ class Recording:
         identity.describe(torch)
         self._counters = Counters(folder, identity)
         self.writer = Writer(self._header, self._path, self._beat)
-        self.sampling = Sampling(self.writer.put)
         self._memory = Memory(self.writer.put, self.calls.label)
+        self.sampling = Sampling(self.writer.put, self._memory.reductions)
         os.environ[PROFILED] = MAYBE
 
     def trains(self) -> None:

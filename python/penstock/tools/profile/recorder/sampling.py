@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from penstock.profiling.phases import phases
 from penstock.profiling.record import Event, Sample, Step
 from penstock.tools.profile.recorder.collectives import Calls
-from penstock.tools.profile.recorder.engine import reductions
 from penstock.tools.profile.recorder.errors import is_of_script
 from penstock.tools.profile.recorder.kineto import Call, Window, sample
 from penstock.tools.profile.recorder.profiler import Profiler, goes_on, is_used_by_script, skip_destructors
@@ -74,8 +73,15 @@ class Sampling:
     rank with the longer distance samples some of the steps of the other, so that nothing need be agreed.
     """
 
-    def __init__(self, put: Callable[[Sample | Event], object]) -> None:
+    def __init__(
+        self, put: Callable[[Sample | Event], object], reductions: Callable[[int], list[Call]] = lambda start_ns: []
+    ) -> None:
+        """
+        Args:
+            reductions: as of `engine.Memory`.
+        """
         self._put = put
+        self._reductions = reductions
         self.distance = _SLOT
         self._told = 0
         self._profiler: Profiler | None = None
@@ -295,7 +301,7 @@ class Sampling:
             self._put(Event(time.monotonic_ns(), "clock", text))
         else:
             backward = [(span.start_ns, span.end_ns) for span in step.spans if span.phase == "backward"]
-            log = over.log + reductions(step.start_ns, calls.label)
+            log = over.log + self._reductions(step.start_ns)
             known = calls.reducers(), over.hints, calls.default()
             window = Window(step.number, step.start_ns, step.end_ns, log, backward, *known, phases(step))
             self._put(sample(events, window, clock, thread))
