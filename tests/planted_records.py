@@ -297,9 +297,9 @@ class _Counters:
     def _read(self, now_s: float) -> None:
         """Interfaces always, streams' sums every half second, and the rest as well at first, later every two seconds."""
         names = [name for name in self.totals if name.startswith("nic.")]
-        rtt_us = 100 * (
-            self.job.random.uniform(6, 50) if self.host in self.job.links else self.job.random.uniform(1, 3)
-        )
+        # A full queue, or acknowledgements that are late for want of a processor.
+        is_capped = self.host in self.job.links
+        rtt_us = 1000 * (self.job.random.uniform(25, 60) if is_capped else self.job.random.uniform(0.1, 10))
         if self.ticks % 5 == 0:
             names += [name for name in self.totals if name.startswith("streams.")]
         if self.ticks % (10 if self.ticks < 100 else 20) == 0:

@@ -216,7 +216,7 @@ def wild(seed: int, most: int | None = None) -> list[Record]:
             # What samples show, and anything.
             shown = [one for sample in record.samples for one in sample.operations if draw.randrange(3)]
             ended = [
-                Ended(draw.choice("cd"), draw.randrange(3), one.group, one.name, one.issued_ns, one.ended_ns)
+                Ended(draw.choice("cd"), draw.randrange(3), one.group, one.name, one.issued_ns, one.ended_ns, one.peer)
                 for one in [*shown, *(operation() for _ in range(draw.randrange(3)))]
             ]
             record.endings.append(Endings(interval()[1], draw.choice([0, 0, 1, most]), tuple(ended)))

@@ -394,6 +394,21 @@ def test_messages_both_ways_say_how_wrong_a_clock_is(wall_ms: float, right_ms: f
     assert found.likely_wrong_ns == pytest.approx(unsure_ms * MS, rel=0.02)
 
 
+def test_a_wall_clock_is_believed_beside_messages_of_other_sizes() -> None:
+    """They take 60 ms one way and 0.05 ms back, and the wall clocks are wrong by 0.1: the nearest possible correction counts, and
+    it is said how little that says."""
+    job = Job(["a", "b"], [0, SECOND], [0.0, 0.0], [0, 100 * US])
+    for step in range(3):
+        for sender, receiver, takes in ((0, 1, 60 * MS), (1, 0, 50 * US)):
+            at = SECOND + step * SECOND + 100 * MS * sender
+            job.operate(step, "send", "p", {sender: at}, {sender: at + US}, {sender: receiver})
+            job.operate(step, "recv", "p", {receiver: at}, {receiver: at + takes}, {receiver: sender})
+    records = job.done()
+    found, problems = clocks(records, meetings(records))
+    assert [knot[1] + found["b"].rough_ns for knot in found["b"].knots] == pytest.approx([-SECOND] * 3, abs=150 * US)
+    assert any("only sends and receives bound the clock of b" in problem for problem in problems)
+
+
 def test_ends_never_overrule_a_bound() -> None:
     """Host b notices most ends 5 ms late. One operation, in which a is last and which b ends after 2 ms, allows 2 at most."""
     job = Job(["a", "b"], [0, SECOND], [0.0, 0.0], [0, 0])

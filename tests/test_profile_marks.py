@@ -67,6 +67,18 @@ def test_what_lies_between_backward_passes_is_no_forward_where_modules_are() -> 
         assert phases == (["forward", "backward"] * 2 if step else ["forward", "backward", "backward"])
 
 
+def test_a_module_in_evaluation_mode_that_is_trained_is_one() -> None:
+    """What lies between its backward passes is no forward either."""
+    made = Marks(0, 0)
+    made.evaluation(0, 1_000_000, with_gradients=True)
+    for start in (1_050_000, 5_000_000):
+        made.enter("backward", start)
+        made.leave("backward", start + 1_000_000)
+    spans = ended(made, 8_000_000)
+    assert [phase for phase, *_ in spans] == ["forward", "forward", "backward", "backward"]
+    assert [spans[0][1:], spans[1][1:]] == [(0, 1_000_000), (1_000_000, 1_050_000)]
+
+
 def test_evaluation_takes_in_its_loader() -> None:
     """Between two calls; the loader before the first and after the last is loading."""
     made = Marks(0, 0)

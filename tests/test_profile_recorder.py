@@ -215,7 +215,7 @@ def test_a_gradient_reducer_tells_its_operations(profiled: Any) -> None:
         assert all([wait.operation for wait in step.waits] == ["all_reduce"] for step in record.steps[1:])
 
 
-@pytest.mark.parametrize("mode", ["ddp", "reducer"])
+@pytest.mark.parametrize("mode", ["ddp", "pipeline", "reducer"])
 def test_the_engine_tells_operations_of_all_steps(profiled: Any, mode: str) -> None:
     """As often as a sample shows them, and numbered alike on both ranks."""
     job = profiled(mode, *([] if mode == "reducer" else ["penstock"]), ranks=2)
@@ -224,13 +224,16 @@ def test_the_engine_tells_operations_of_all_steps(profiled: Any, mode: str) -> N
     for record in job.records:
         ended = [one for line in record.endings for one in line.operations]
         assert not any(line.missing for line in record.endings)
-        assert len({(one.channel, one.number) for one in ended}) == len(ended)
-        numbered.append([(one.channel, one.number, one.group, one.name) for one in sorted(ended)])
+        rank = record.header.rank
+        ways = {one: (rank, one.peer) if one.name == "send" else (one.peer, rank) for one in ended}
+        assert len({(one.channel, one.number, ways[one]) for one in ended}) == len(ended)
+        key = [(one.channel, one.number, one.group, ways[one] if one.peer is not None else one.name) for one in ended]
+        numbered.append(sorted(key, key=str))
         for sample in record.samples:
             step = record.steps[sample.step]
             here = [one for one in ended if step.start_ns <= one.issued_ns < step.end_ns]
-            assert sorted((one.group, one.name) for one in here) == sorted(
-                (one.group, one.name) for one in sample.operations
+            assert sorted((one.group, one.name, one.peer is None or one.peer) for one in here) == sorted(
+                (one.group, one.name, one.peer is None or one.peer) for one in sample.operations
             )
         last_ns = max(line.until_ns for line in record.endings)
         of_steps = {

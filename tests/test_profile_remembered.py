@@ -16,8 +16,9 @@ from penstock.profiling.breakdown import Breakdown, Moving
 from penstock.profiling.divide import divide
 from penstock.profiling.intervals import without
 from penstock.profiling.record import Ended, Endings, Record
+from penstock.profiling.remembered import _Memory
 from penstock.tools.profile.recorder.engine import Memory
-from profiles import data_parallel, pipeline
+from profiles import data_parallel, pipeline, shifted
 
 MS = 1_000_000
 SYNC = "data-parallel sync"
@@ -232,37 +233,148 @@ def test_what_is_not_written_is_missing_in_the_line_that_says_all_is_told(seed: 
     """The engine drops operations, and the writer has no room for lines, at random: nothing is written twice, and whoever reads
     learns where something lacks, before a line claims that time."""
     draw = random.Random(f"memory {seed}")
-    happened: list[Endings | int] = []
-    """Lines that were written, and how many operations were lost."""
+    happened: list[Endings | tuple[int, int]] = []
+    """Lines that were written; how many operations were lost, and when the first of them was issued."""
     numbers = itertools.count()
 
     def put(line: Any) -> bool:
         has_room = draw.random() < 0.8
-        happened.append(line if has_room else len(line.operations))
+        happened.append(line if has_room else (len(line.operations), 500))
         return has_room
 
     class Core:
-        def take_ended(self) -> tuple[list[tuple[str, int, str, int, int, int, None]], int]:
-            dropped = draw.choice([0, 0, 3])
-            happened.append(dropped)
+        def take_ended(self) -> tuple[list[tuple[str, int, str, int, int, int, None]], int, int]:
+            dropped, since_ns = draw.choice([0, 0, 3]), draw.randrange(1, 1000)
+            happened.append((dropped, since_ns))
             many = range(draw.choice([0, 1, 63, 64, 65, 200]))
-            return [("0", next(numbers), "all_reduce", 8, 1, 2, None) for _ in many], dropped
+            return (
+                [("0", next(numbers), "all_reduce", 8, 500, 2, None) for _ in many],
+                dropped,
+                since_ns * bool(dropped),
+            )
 
     memory = Memory(put, lambda name: (name, (0, 1)))
     memory._is_watching, memory._core = True, Core()
     for _ in range(20):
         memory.look()
-    until_ns = lost = 0
+    until_ns, lost, since_ns = 0, 0, 1 << 63
     written: list[int] = []
     for each in happened:
-        if isinstance(each, int):
-            lost += each
+        if isinstance(each, tuple):
+            lost, since_ns = lost + each[0], min(since_ns, each[1] if each[0] else since_ns)
             continue
         written += [one.number for one in each.operations]
         assert each.missing == (lost if each.until_ns > until_ns else 0)
+        assert not each.missing or each.since_ns == since_ns
         if each.until_ns > until_ns:
-            until_ns, lost = each.until_ns, 0
+            until_ns, lost, since_ns = each.until_ns, 0, 1 << 63
     assert written == sorted(set(written)) and until_ns
+
+
+def test_messages_have_the_ranks_of_the_job() -> None:
+    """Those of one tag have a channel, and their peer is the rank in the job; in a group that torch does not know yet they have
+    none. Of an engine that starts anew groups may have the same names and other ranks."""
+    written: list[Any] = []
+    members = {"3": (4, 7)}
+    memory = Memory(lambda line: bool(written.append(line)) or True, lambda name: ("g" + name, members.get(name, ())))
+
+    class Core:
+        told: Any = ()
+
+        def take_ended(self) -> Any:
+            return self.told, 0, 0
+
+    def ended(*told: Any) -> list[tuple[str, int | None]]:
+        core.told = list(told)
+        memory.look()
+        return [(one.channel, one.peer) for one in written[-1].operations]
+
+    core = Core()
+    memory._is_watching = True
+    memory._observed(core)
+    send, receive = ("3", 1, "send", 8, 1, 2, (1, 0)), ("3", 1, "recv", 8, 1, 2, (0, 5))
+    early = ("9", 1, "recv", 8, 1, 2, (1, 0))
+    assert ended(send, receive, early) == [("3, tag 0", 7), ("3, tag 5", 4), ("9", None)]
+    members |= {"9": (0, 2), "3": (0, 5)}
+    assert ended(send, early) == [("3, tag 0", 7), ("9, tag 0", 2)]
+    memory._observed(core)
+    assert ended(send) == [("3, tag 0", 5)]
+
+
+def test_what_cannot_be_told_counts_as_missing() -> None:
+    """torch may lose a group while it is asked for its name: the next line says that something lacks."""
+    written: list[Any] = []
+
+    def label(name: str) -> tuple[str, tuple[int, ...]]:
+        if not written:
+            written.append(None)
+            raise KeyError(name)
+        return name, (0, 1)
+
+    class Core:
+        def take_ended(self) -> Any:
+            return [("0", 1, "all_reduce", 8, 1, 2, None)] * 3, 0, 0
+
+    memory = Memory(lambda line: bool(written.append(line)) or True, label)
+    memory._is_watching, memory._core = True, Core()
+    with pytest.raises(KeyError):
+        memory.look()
+    memory.look()
+    assert written[-1].missing == 3 and len(written[-1].operations) == 3
+
+
+def test_an_operation_that_was_dropped_long_after_its_issue_is_missing_in_its_step() -> None:
+    """A receive of step 10 was dropped in step 30: both are left to the marks, and those between."""
+    first, second = told(job(8))
+    records = [first, second]
+    early = first.steps[10].start_ns + 1
+    lines = list(first.endings)
+    at = next(at for at, line in enumerate(lines) if line.until_ns > first.steps[30].start_ns)
+    lines[at] = replace(lines[at], missing=1, since_ns=early)
+    whole = [_Memory.of(each) for each in (first, replace(first, endings=lines))]
+    assert whole[0] is not None and whole[1] is not None and records[1] is second
+    lost = set(whole[0].whole) - set(whole[1].whole)
+    assert {10, 20, 30} <= lost and min(lost) == 10
+
+
+def test_places_tell_purposes_only_among_as_many() -> None:
+    """Two ranks with two stages each; step 20 has two micro-batches instead of three: forward, forward, backward, backward."""
+    draw = random.Random("fewer")
+    records = pipeline(4, 2, STEPS, draw)
+    fewer = [replace(each, steps=each.steps[:20], samples=each.samples[:20]) for each in records]
+    short = [shifted(each, 10**12) for each in pipeline(4, 2, 1, draw, micro_batches=2)]
+    for record, more in zip(fewer, short, strict=True):
+        record.steps.append(more.steps[0]._replace(number=20))
+        record.samples.append(replace(more.samples[0], step=20))
+    for record in told(fewer):
+        memory = _Memory.of(record)
+        assert memory is not None
+        purposes = [one.purpose for _, one in memory.steps[10] if one.name == "recv"]
+        of_sample = [one.purpose for one in fewer[record.header.rank].samples[10].operations if one.name == "recv"]
+        assert purposes == of_sample and len(set(purposes)) > 1
+        assert len({one.purpose for _, one in memory.steps[20] if one.name == "recv"}) == 1
+
+
+def test_each_of_a_batch_ends_when_the_engine_says() -> None:
+    """A sample shows a send and a receive of one batch from the same time to the same, 20 ms after the send has ended."""
+
+    def batched(record: Record) -> Record:
+        samples = []
+        for sample in record.samples:
+            operations = [
+                one if one.name == "recv" else replace(one, ended_ns=one.ended_ns + 20 * MS)
+                for one in sample.operations
+            ]
+            samples.append(replace(sample, operations=tuple(operations)))
+        return replace(record, samples=samples)
+
+    for record in map(batched, told(pipeline(2, 2, STEPS, random.Random("batch")))):
+        memory = _Memory.of(record)
+        assert memory is not None
+        ended = {one.number: one for line in record.endings for one in line.operations if one.name == "send"}
+        for _, one in memory.steps[20]:
+            if one.name == "send":
+                assert one.ended_ns - ended[one.number].ended_ns <= 1 * MS
 
 
 def test_what_runs_on_into_the_next_step_is_hidden_there() -> None:

@@ -169,13 +169,15 @@ impl Engine {
         self.handle.ask(Command::Record)
     }
 
-    /// The operations of this process that have ended well since the last call, and how many are missing: the flight recorder keeps
-    /// 1024. Each is told once, to whoever asks first. Wakes no thread, and works after the end as well.
+    /// The operations of this process that have ended well since the last call, how many are missing, and when the earliest of these
+    /// was issued, in nanoseconds of the host's monotonic clock: they failed, or the flight recorder dropped them, which keeps 1024.
+    /// Each is told once, to whoever asks first. Wakes no thread, and works after the end as well.
     #[must_use]
-    pub fn take_ended(&self) -> (Vec<Ended>, u64) {
+    pub fn take_ended(&self) -> (Vec<Ended>, u64, u64) {
         let (now, clock) = (Instant::now(), monotonic_ns());
-        let ago = |time| now.saturating_duration_since(time).as_nanos() as u64;
-        self.handle.recorder().take_ended(|time| clock.saturating_sub(ago(time)))
+        let nanoseconds = |time| clock.saturating_sub(now.saturating_duration_since(time).as_nanos() as u64);
+        let (ended, untold) = self.handle.recorder().take_ended(nanoseconds);
+        (ended, untold.count, untold.since.map_or(0, nanoseconds))
     }
 
     /// Writes the flight record to [`Config::flight_recorder`], if that is set, in the background.

@@ -81,6 +81,21 @@ pub struct Ended {
     pub ended_ns: u64,
 }
 
+/// Operations that are not told: they failed, or were dropped.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Untold {
+    pub(crate) count: u64,
+    /// When the earliest of them was issued.
+    pub(crate) since: Option<Instant>,
+}
+
+impl Untold {
+    fn add(&mut self, record: &Record) {
+        self.count += 1;
+        self.since = Some(self.since.map_or(record.issued, |since| since.min(record.issued)));
+    }
+}
+
 /// Identifies an entry while it is in the recorder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Entry(u64);
@@ -116,8 +131,8 @@ struct Log {
     records: VecDeque<Record>,
     /// How many entries were dropped.
     forgotten: u64,
-    /// How many of those [`Recorder::take_ended`] will never tell, since its last call.
-    untold: u64,
+    /// Of those that [`Recorder::take_ended`] will never tell, since its last call.
+    untold: Untold,
 }
 
 impl Recorder {
@@ -128,9 +143,11 @@ impl Recorder {
     pub(crate) fn issued(&self, record: Record) -> Entry {
         let mut log = self.log();
         if log.records.len() == MOST_RECORDS {
-            let oldest = log.records.pop_front();
+            let oldest = log.records.pop_front().expect("there are many");
             log.forgotten += 1;
-            log.untold += u64::from(oldest.is_some_and(|record| !record.is_told));
+            if !oldest.is_told {
+                log.untold.add(&oldest);
+            }
         }
         log.records.push_back(record);
         Entry(log.forgotten + log.records.len() as u64 - 1)
@@ -162,11 +179,12 @@ impl Recorder {
         }
     }
 
-    /// The operations that have ended since the last call, in the order in which they were issued, and how many were dropped before
-    /// they could be told: ended or not, well or not.
-    pub(crate) fn take_ended(&self, nanoseconds: impl Fn(Instant) -> u64) -> (Vec<Ended>, u64) {
+    /// The operations that have ended since the last call, in the order in which they were issued, and those that failed, or were
+    /// dropped before they could be told.
+    pub(crate) fn take_ended(&self, nanoseconds: impl Fn(Instant) -> u64) -> (Vec<Ended>, Untold) {
         let mut log = self.log();
         let mut found = Vec::new();
+        let mut untold = std::mem::take(&mut log.untold);
         for record in log.records.iter_mut().filter(|record| !record.is_told) {
             let Some((ended, well)) = record.ended else { continue };
             record.is_told = true;
@@ -180,9 +198,11 @@ impl Recorder {
                     issued_ns: nanoseconds(record.issued),
                     ended_ns: nanoseconds(ended),
                 });
+            } else {
+                untold.add(record);
             }
         }
-        (found, std::mem::take(&mut log.untold))
+        (found, untold)
     }
 
     fn change(&self, entry: Entry, change: impl FnOnce(&mut Record)) {
@@ -378,21 +398,23 @@ mod tests {
         let at = |ns| start + Duration::from_nanos(ns);
         let issue = |seq| recorder.issued(record("g", seq, at(seq)));
         let told = || {
-            let (ended, dropped) = recorder.take_ended(|time| time.duration_since(start).as_nanos() as u64);
-            (ended.iter().map(|one| (one.number, one.ended_ns - one.issued_ns)).collect::<Vec<_>>(), dropped)
+            let (ended, untold) = recorder.take_ended(|time| time.duration_since(start).as_nanos() as u64);
+            let since = untold.since.map(|since| since.duration_since(start).as_nanos());
+            let told = ended.iter().map(|one| (one.number, one.ended_ns - one.issued_ns)).collect::<Vec<_>>();
+            (told, untold.count, since)
         };
         let entries: Vec<Entry> = (1..=4).map(issue).collect();
         recorder.ended(entries[2], at(10), true);
         recorder.ended(entries[0], at(12), true);
         recorder.ended(entries[1], at(13), false);
-        assert_eq!(told(), (vec![(Some(1), 11), (Some(3), 7)], 0), "in order of issue, and not what failed");
-        assert_eq!(told(), (vec![], 0));
+        assert_eq!(told(), (vec![(Some(1), 11), (Some(3), 7)], 1, Some(2)), "in order of issue, and not what failed");
+        assert_eq!(told(), (vec![], 0, None));
         recorder.ended(entries[3], at(20), true);
         for seq in 5..=MOST_RECORDS as u64 + 4 {
             issue(seq);
         }
-        assert_eq!(told(), (vec![], 1), "of four that were dropped all but the last were told");
-        assert_eq!(told(), (vec![], 0));
+        assert_eq!(told(), (vec![], 1, Some(4)), "of four that were dropped all but the last were told");
+        assert_eq!(told(), (vec![], 0, None));
     }
 
     /// What a receive from any source receives is known when it has got its number, and told at its end.

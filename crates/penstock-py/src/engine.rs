@@ -200,10 +200,10 @@ impl Engine {
 
     /// The operations that have ended since the last call: group, number or None, operation (`send` and `recv` of messages), bytes, when
     /// it was issued and had ended, in nanoseconds of the monotonic clock, and of a message the other rank in its group and the tag.
-    /// And how many are missing. Wakes no thread.
+    /// Then how many are missing, and when the earliest of these was issued. Wakes no thread.
     #[allow(clippy::type_complexity, reason = "Python's names for the parts are in the stub")]
-    fn take_ended(&self) -> (Vec<(String, Option<u64>, &'static str, u64, u64, u64, Option<(u32, u32)>)>, u64) {
-        let (ended, missing) = self.0.take_ended();
+    fn take_ended(&self) -> (Vec<(String, Option<u64>, &'static str, u64, u64, u64, Option<(u32, u32)>)>, u64, u64) {
+        let (ended, missing, since_ns) = self.0.take_ended();
         let ended = ended.iter().map(|one| {
             let operation = match one.message {
                 None => one.operation,
@@ -213,7 +213,7 @@ impl Engine {
             let message = one.message.map(|message| (message.other, message.tag));
             (one.group.to_string(), one.number, operation, one.bytes, one.issued_ns, one.ended_ns, message)
         });
-        (ended.collect(), missing)
+        (ended.collect(), missing, since_ns)
     }
 
     /// Writes the flight record to its folder, if there is one, in the background.

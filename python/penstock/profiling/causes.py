@@ -301,17 +301,19 @@ def _full_link(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cau
 
 
 def _full_from(link: Link, links: Sequence[Link]) -> float:
-    """From which share on a link counts as full. Where the queue before it overflows, senders wait at times, and it empties; at
-    others it is full, as it is not where packets are lost on their way."""
-    stretch = max((_stretch(other) for other in links), default=0.0)
-    is_overrun = link.highest_share >= FULL_AT_TIMES and stretch >= QUEUES
+    """From which share on a link counts as full. Where the queue before it overflows, senders wait at times, and it empties. Then
+    packets wait in it, which they do not where they are lost on their way."""
+    known = [_round_trips(other) for other in links]
+    stretched = any(median >= QUEUES * least > 0 for median, least in known)
+    queued_us = max((median - least for median, least in known), default=0.0)
+    is_overrun = queued_us >= QUEUED_US or (link.peak_share >= FULL_AT_TIMES and stretched)
     return CONGESTED if is_overrun and any(other.resent_share >= LOSSY for other in links) else FULL
 
 
-def _stretch(link: Link) -> float:
-    """How many times as long as the shortest a round trip takes, in the median stream."""
-    known = [stream.rtt_us / stream.least_rtt_us for stream in link.streams if stream.least_rtt_us > 0]
-    return sorted(known)[len(known) // 2] if known else 0.0
+def _round_trips(link: Link) -> tuple[float, float]:
+    """Of the median stream, and the shortest of that, in us; zeros if none is known."""
+    known = sorted((stream.rtt_us, stream.least_rtt_us) for stream in link.streams if stream.least_rtt_us > 0)
+    return known[len(known) // 2] if known else (0.0, 0.0)
 
 
 def _small_buckets(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cause | None:
@@ -612,9 +614,12 @@ SPARE = 1.5
 """Times the flows that would fill a link if all were busy all the time: just those reach 85 to 95 % of it."""
 CONGESTED = 0.4
 FULL_AT_TIMES = 0.8
-"""Readings of capped links with queues that overflowed reached 0.96 of the limit, those of links that lost 2 to 5 % 0.65."""
+"""Of the limit, in the fullest readings: 0.96 where a capped link's queue overflowed, 0.65 where a link lost 2 to 5 %. Short
+steps do not show it."""
 QUEUES = 4.0
 """Times the shortest round trip. Losses of a bad cable come without a queue."""
+QUEUED_US = 20_000
+"""A round trip is longer by as much only in a queue. Where processors are few, acknowledgements are late by up to 10 ms."""
 PLATEAU = 0.8
 MANY_OPERATIONS = 8
 SMALL_BYTES = 256 << 10

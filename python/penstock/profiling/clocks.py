@@ -242,7 +242,8 @@ def _joined(
                 f"the clock of {host} jumped against that of {hosts[0]} by {jumps.max() / 1e6:.3f} ms or more, near step "
                 f"{windows[int(jumps.argmax())][0]}: waits between the two are wrong by as much"
             )
-        if not (np.isfinite(low[:, at]).all() and np.isfinite(high[:, at]).all() and windows):
+        is_bound = bool(np.isfinite(low[:, at]).all() and np.isfinite(high[:, at]).all() and windows)
+        if not is_bound:
             unbound.append(host)
         likely, doubt_ns = _likely(by_ends[:, 0, at], by_ends[:, 1, at], low[:, at], high[:, at])
         if doubt_ns > WALL_AGREES_NS and np.isfinite(by_ends[:, 0, at]).any():
@@ -257,7 +258,13 @@ def _joined(
             for moment, (add, wrong) in zip(times, estimates, strict=True)
         }
         ordered = tuple((moment, *knots[moment]) for moment in sorted(knots)) or ((0, 0.0, float(WALL_ERROR_NS)),)
-        found[host] = Clock(walls[host] - walls[hosts[0]], ordered, DRIFT, min(surely, max(doubt_ns, LOOSE_NS)))
+        unsure_ns = min(surely, max(doubt_ns, LOOSE_NS))
+        if is_bound and unsure_ns > WALL_AGREES_NS and not np.isfinite(by_ends[:, 0, at]).any():
+            problems.append(
+                f"only sends and receives bound the clock of {host} against that of {hosts[0]}, to ±{unsure_ns / 1e6:.1f} ms: "
+                "waits between the two are only right to that"
+            )
+        found[host] = Clock(walls[host] - walls[hosts[0]], ordered, DRIFT, unsure_ns)
     if unbound:
         problems.append(
             f"no sampled operations bound the clock of {', '.join(unbound)} against that of {hosts[0]} from both sides: the wall "
@@ -282,11 +289,10 @@ def _likely(by_ends: Floats, spread: Floats, low: Floats, high: Floats) -> tuple
             return of_wall, float(WALL_ERROR_NS)
         middle = (low + high) / 2
         apart_ns = abs(float(np.median(middle)))
-        is_possible = (low <= 0).all() and (high >= 0).all()
-        return (
-            of_wall if is_possible else middle.tolist(),
-            apart_ns if apart_ns <= WALL_AGREES_NS else float(WALL_ERROR_NS),
-        )
+        doubt_ns = apart_ns if apart_ns <= WALL_AGREES_NS else float(WALL_ERROR_NS)
+        # By less than that messages are of other sizes one way than the other.
+        impossible = np.maximum(np.maximum(low, -high), 0) > np.maximum(LOOSE_NS, (high - low) / 8)
+        return (middle.tolist() if np.median(impossible) > 0.5 else of_wall), doubt_ns
     doubt_ns = abs(float(np.median(by_ends[has_ends])))
     if doubt_ns > WALL_AGREES_NS:
         if (low <= 0).all() and (high >= 0).all() and (high - low).max() > 2 * LOOSE_NS:

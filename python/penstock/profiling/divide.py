@@ -134,7 +134,8 @@ class _Last:
         differ = [a - b for a, b in zip(shown, guessed, strict=True) if b]
         awake_ns = min(round(statistics.median(differ)), WAKE_NS) if differ else 0
         off = sum(abs(a - b - (awake_ns if b else 0)) for a, b in zip(shown, guessed, strict=True))
-        most = _LAST * sum(shown) + _OF_STEPS * sum(step.end_ns - step.start_ns for step in steps)
+        length = sum(step.end_ns - step.start_ns for step in steps)
+        most = _LAST * sum(shown) + max(GAP_NS * len(shown), _OF_STEPS * length)
         return cls(awake_ns) if off <= most else None
 
     def standing(
@@ -554,7 +555,7 @@ _LAST = 0.1
 """Of the time for which samples stand still: as much may lie elsewhere than after the last operation."""
 
 _OF_STEPS = 0.01
-"""As much of the samples' steps: pauses between operators while something moves, which are no wait for it."""
+"""Of the time of sampled steps: as much may be pauses between operators, while something moves that nothing waits for."""
 
 OUTLIER = 5
 """So many times the median is worth a word: a checkpoint, an evaluation, a stall."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-import itertools
+import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -88,8 +88,8 @@ class Link:
     """All the time: what the interface carried beyond that."""
     resent_share: float
     """Of the bytes that the ranks sent."""
-    highest_share: float
-    """Of the limit, in the fullest twentieth of the readings, by all that the interface carried."""
+    peak_share: float
+    """Of the limit, in the fullest twentieth of the readings (of few, in the fullest), by all that the interface carried."""
     streams: tuple[Stream, ...]
     """Those that carry at least a tenth of what the busiest one does."""
 
@@ -235,24 +235,11 @@ class Measures:
             found.append(
                 Link(
                     *(host.name, interface, direction, limit, wire_ns, own * step_s, on_wire, foreign, resent),
-                    self._highest(host, f"nic.{interface}.{direction}_bytes", window) / limit.bytes_per_s
-                    if limit
-                    else 0.0,
+                    _peak(host, f"nic.{interface}.{direction}_bytes", window) / limit.bytes_per_s if limit else 0.0,
                     tuple(streams),
                 )
             )
         return max(found, key=lambda link: (link.share or 0.0, link.direction))
-
-    def _highest(self, host: Host, name: str, window: Interval) -> float:
-        """Per second, between readings: what a twentieth of them exceed."""
-        counter = host.counters.get(name)
-        if counter is None:
-            return 0.0
-        readings = [
-            each for each in zip(counter.times_ns, counter.totals, strict=True) if window[0] <= each[0] <= window[1]
-        ]
-        rates = sorted(1e9 * (b - a) / (until - at) for (at, a), (until, b) in itertools.pairwise(readings))
-        return rates[int(0.95 * (len(rates) - 1))] if rates else 0.0
 
     def wire_ns(self, rank: Rank) -> float:
         """The least of the ranks that move about as much: bytes move on all of them alike, and where the clocks of two hosts are
@@ -326,6 +313,12 @@ class Measures:
 
 
 NOT_COMPUTE = frozenset(("loading", "evaluation", "checkpoint", MEASURING))
+
+
+def _peak(host: Host, name: str, window: Interval) -> float:
+    """Per second: what a counter grew by in the fullest twentieth of the readings."""
+    rates = sorted(rate for (start, end), rate in host.points(name) if window[0] <= start and end <= window[1])
+    return rates[math.ceil(0.95 * len(rates)) - 1] if rates else 0.0
 
 
 def _has_streams(host: Host, interface: str) -> bool:

@@ -155,6 +155,8 @@ class Endings:
     missing: int
     """But so many."""
     operations: tuple[Ended, ...]
+    since_ns: int = 0
+    """None of those that are missing was issued before; 0: that is not known."""
 
 
 @dataclass(frozen=True)
@@ -401,7 +403,7 @@ def _ended(given: Any) -> Ended:
 
 def _endings(given: dict[str, Any]) -> Endings:
     operations = tuple(map(_ended, given["operations"]))
-    return Endings(_time(given["ended"]), _count(given.get("missing", 0)), operations)
+    return Endings(_time(given["ended"]), _count(given.get("missing", 0)), operations, _time(given.get("since", 0)))
 
 
 def _readings(given: dict[str, Any]) -> Readings:
@@ -454,7 +456,8 @@ _WRITERS: dict[type, Callable[[Any], dict[str, Any]]] = {
     Endings: lambda endings: {
         "ended": endings.until_ns,
         "missing": endings.missing,
-        "operations": endings.operations,
+        **({"since": endings.since_ns} if endings.since_ns else {}),
+        "operations": [one if one.peer is not None else one[:-1] for one in endings.operations],
     },
     Readings: lambda readings: {"readings": readings.time_ns, "values": readings.values},
     Event: lambda event: {"event": event.kind, "time": event.time_ns, "text": event.text},

@@ -24,7 +24,7 @@ def remembered(
     """By rank, then by step: the courses of all operations of a step that no sample shows, in order of issue. O(n log n).
 
     Only steps of which that is known to be all, and of ranks whose samples show the same operations as the engine: so none with
-    operations that the engine splits, for instance.
+    operations that the engine splits, for instance, or with receives from any source, whose samples do not say from which.
 
     Args:
         records: one a rank.
@@ -111,7 +111,7 @@ class _Memory:
             examples[number] = pairs
         if not examples:
             return None
-        shown = _Shown(pair for pairs in examples.values() for pair in pairs)
+        shown = _Shown(examples.values())
         operations = {number: list(shown.as_shown(found)) for number, found in ended.items()}
         samples = {sample.step for sample in record.samples}
         return cls(operations, sorted(is_whole - samples))
@@ -132,7 +132,7 @@ def _untold(record: Record) -> list[tuple[int, int, None]]:
     holes: list[tuple[int, int, None]] = []
     for line in record.endings:
         if line.missing:
-            holes.append((earlier, line.until_ns, None))
+            holes.append((min(earlier, line.since_ns or earlier), line.until_ns, None))
         if line.until_ns > before:
             earlier, before = before, line.until_ns
     return union([*holes, (before, _FOREVER, None)])
@@ -169,39 +169,43 @@ def _pairs(sampled: Iterable[Operation], ended: Iterable[Ended]) -> list[tuple[O
 
 class _Shown:
     """How samples show operations of the engine: by how much earlier they are issued and later they end, of operations that are
-    alike; and for what they are, also by their place among those of their step."""
+    alike; and for what they are, by their place among as many of a step."""
 
-    def __init__(self, pairs: Iterable[tuple[Operation, Ended]]) -> None:
+    def __init__(self, steps: Iterable[Sequence[tuple[Operation, Ended]]]) -> None:
         issued: dict[_Key, list[int]] = {}
         ended: dict[_Key, list[int]] = {}
-        self._purposes: dict[tuple[_Key, int], collections.Counter[str]] = {}
+        self._purposes: dict[tuple[_Key, tuple[int, int]], collections.Counter[str]] = {}
         self._ranks: dict[str, int] = {}
-        for operation, one in pairs:
-            key = _key(one)
-            issued.setdefault(key, []).append(operation.issued_ns - one.issued_ns)
-            ended.setdefault(key, []).append(operation.ended_ns - one.ended_ns)
-            for place in (operation.number, _ANY):
-                self._purposes.setdefault((key, place), collections.Counter())[operation.purpose] += 1
-            self._ranks[operation.group] = operation.ranks
+        for pairs in steps:
+            counts = collections.Counter(_key(one) for _, one in pairs)
+            for operation, one in pairs:
+                key = _key(one)
+                issued.setdefault(key, []).append(operation.issued_ns - one.issued_ns)
+                ended.setdefault(key, []).append(operation.ended_ns - one.ended_ns)
+                for place in ((counts[key], operation.number), _ANY):
+                    self._purposes.setdefault((key, place), collections.Counter())[operation.purpose] += 1
+                self._ranks[operation.group] = operation.ranks
         self._issued = {key: round(statistics.median(each)) for key, each in issued.items()}
-        # Some are noted later than that, by up to the 5 ms for which another of Python's threads keeps the interpreter.
-        self._ended = {key: min(each) for key, each in ended.items()}
+        # Some are noted later than that, by up to the 5 ms for which another of Python's threads keeps the interpreter. And a
+        # sample shows all operations of a batch as one.
+        self._ended = {key: max(-NOTED_NS, min(*each, NOTED_NS)) for key, each in ended.items()}
 
-    def as_shown(self, of_step: Iterable[Ended]) -> Iterator[tuple[str, Operation]]:
-        """With their channels, in order of issue."""
+    def as_shown(self, of_step: Sequence[Ended]) -> Iterator[tuple[str, Operation]]:
+        """All operations of a step, with their channels."""
+        counts = collections.Counter(map(_key, of_step))
         places: collections.Counter[_Key] = collections.Counter()
         for one in sorted(of_step, key=lambda one: one.issued_ns):
             key = _key(one)
             issued_ns = max(0, one.issued_ns + self._issued.get(key, 0))
             ended_ns = max(issued_ns, one.ended_ns + self._ended.get(key, 0))
-            known = self._purposes.get((key, places[key])) or self._purposes.get((key, _ANY)) or {"": 1}
+            known = self._purposes.get((key, (counts[key], places[key]))) or self._purposes.get((key, _ANY)) or {"": 1}
             purpose = max(known, key=known.__getitem__)
             places[key] += 1
             ranks = self._ranks.get(one.group, 0)
-            yield (
-                one.channel,
-                Operation(key[1], one.group, one.number, issued_ns, ended_ns, 0, ranks, one.peer, purpose),
-            )
+            shown = Operation(key[1], one.group, one.number, issued_ns, ended_ns, 0, ranks, one.peer, purpose)
+            yield one.channel, shown
 
 
-_ANY = -1
+_ANY = (0, 0)
+NOTED_NS = 1_000_000
+"""The engine notes an end earlier than the sample does by less: torch and Python lie between."""

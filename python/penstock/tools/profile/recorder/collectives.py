@@ -139,7 +139,7 @@ class Calls:
         """Of a group, from torch's name: its name in records, and its ranks in the job, in order; none if it is gone."""
         for group, given in list(dist.distributed_c10d._world.pg_names.items()):  # asked by another thread, too
             if given == name:
-                return _label(group)[0], dist.get_process_group_ranks(group)
+                return _label(group)[0], tuple(dist.distributed_c10d._world.pg_group_ranks.get(group, ()))
         return name, ()
 
     @staticmethod

@@ -60,14 +60,14 @@ class Memory:
         """
         self._put = put
         self._label = label
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may end the engine while this thread looks
         self._core: Any = None
         self._is_watching = False
         self._known: dict[str, tuple[str, Sequence[int]]] = {}
         """Groups by channel. When an engine stops, torch has forgotten their names."""
         self._reductions = collections.deque[Call](maxlen=_RECENT)
         self._until_ns = 0
-        self._written = self._missing = 0
+        self._written = self._missing = self._since_ns = 0
 
     def watch(self) -> None:
         """See from now on which engine the process has, and take its memory before it stops."""
@@ -81,6 +81,8 @@ class Memory:
         # Nothing of this may break the script's group.
         with contextlib.suppress(Exception):
             self.look()
+        if core is not None:
+            self._known.clear()  # groups of another job may have the same names
         self._core = core
 
     def look(self) -> None:
@@ -91,20 +93,26 @@ class Memory:
             return
         with self._lock:
             now_ns = time.monotonic_ns()
-            found, missing = core.take_ended()
-            self._missing += missing
+            found, missing, since_ns = core.take_ended()
+            if missing:
+                self._since_ns = min(self._since_ns or since_ns, since_ns)
+            self._missing += missing + len(found)  # until all are told, whatever happens
             ended = [self._ended(one) for one in found if one[1] is not None]
+            self._missing -= len(found)
             if self._written >= _MOST:
                 return
             for at in range(0, max(len(ended), 1), _AT_ONCE):
                 some = tuple(ended[at : at + _AT_ONCE])
                 # Only the last line says that all are told until now, and how many are not.
                 is_last = at + _AT_ONCE >= len(ended)
-                line = Endings(now_ns, self._missing, some) if is_last else Endings(self._until_ns, 0, some)
+                line = Endings(self._until_ns, 0, some)
+                if is_last:
+                    line = Endings(now_ns, self._missing, some, self._since_ns)
                 if not self._put(line):
                     self._missing += len(some)
+                    self._since_ns = min([self._since_ns or now_ns, *(one.issued_ns for one in some)])
                 elif is_last:
-                    self._until_ns, self._missing = now_ns, 0
+                    self._until_ns, self._missing, self._since_ns = now_ns, 0, 0
             self._written += len(ended)
             if self._written >= _MOST:
                 self._put(Event(now_ns, "left out", _LATE.format(_MOST)))
@@ -117,12 +125,16 @@ class Memory:
 
     def _ended(self, one: Any) -> Ended:
         channel, number, operation, length, issued_ns, ended_ns, message = one
-        if channel not in self._known:
-            of_reducer = _CHANNEL.match(channel)
+        of_reducer = _CHANNEL.match(channel)
+        if channel in self._known:
+            group, ranks = self._known[channel]
+        else:
             group, ranks = self._label(of_reducer[1] if of_reducer else channel)
-            self._known[channel] = f"{group}/{of_reducer[2]}" if of_reducer else group, ranks
-        group, ranks = self._known[channel]
-        if _CHANNEL.match(channel):
+            if of_reducer:
+                group = f"{group}/{of_reducer[2]}"
+            if ranks:  # else torch is still making it
+                self._known[channel] = group, ranks
+        if of_reducer:
             what = {"purpose": "data-parallel sync", "bytes": length}
             call = Call(operation, group, issued_ns, issued_ns, len(ranks), waited_ns=max(issued_ns, ended_ns), **what)
             self._reductions.append(call)

@@ -48,6 +48,10 @@ class Marks:
 
     def enter(self, phase: str, at_ns: int) -> None:
         if phase == "backward":
+            if self._evaluation is not None and self._evaluates_with_gradients:
+                self._forward = (self._evaluation[1], at_ns)
+                self._settle_evaluation()
+            self._has_modules |= bool(self._maybe_forward)
             if self._forward is not None:
                 self._forward = (self._forward[0], at_ns)
             elif not self._has_modules and at_ns - self._last_ns > _LEAST_FORWARD_NS:
