@@ -292,10 +292,10 @@ def test_urgent_ones_in_a_group_of_their_own(tmp_path: pathlib.Path) -> None:
             assert values == [value for turn in range(10) for value in (4096.0, 2.0 * turn * (1 << 20))]
 
 
-@pytest.mark.parametrize("aggregated", ["both", "bulk"])
+@pytest.mark.parametrize("aggregated", ["both", "bulk", "urgent"])
 def test_bulk_of_another_group_gives_way_on_a_link(aggregated: str) -> None:
-    """An urgent sum of 8 MiB, over streams or through aggregators, ends before 6 MiB of bulk through aggregators that were there
-    first. If both had half of the link, it would end last."""
+    """An urgent sum of 8 MiB ends before 6 MiB of bulk that were there first, each over streams or through aggregators. If both
+    had half of the link, it would end last."""
     with Cluster(2, rate_mbit=100) as cluster:
         deployment = cluster.deployment("int32", 256)
         for ended in ranks.run(_share, count=2, args=(deployment, aggregated), bed=cluster.bed):
@@ -310,11 +310,12 @@ def _share(deployment: str, aggregated: str) -> dict[str, float]:
     }
     ended: dict[str, float] = {}
     bulk, urgent = torch.ones(6 << 18), torch.ones(8 << 18)
-    for one in groups.values():
-        # Until rates are known, and until something was urgent, streams have more on the way.
-        dist.all_reduce(torch.ones(2 << 20), group=one)
-        with penstock.priority(0):
-            dist.all_reduce(torch.ones(1 << 10), group=one)
+    for size in (2 << 20, 6 << 18):
+        for one in groups.values():
+            # Until rates are known, and until something was urgent, streams have more on the way.
+            dist.all_reduce(torch.ones(size), group=one)
+            with penstock.priority(0):
+                dist.all_reduce(torch.ones(1 << 10), group=one)
 
     def wait(name: str, work: dist.Work) -> None:
         work.wait()

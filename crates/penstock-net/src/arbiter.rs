@@ -2,7 +2,8 @@
 //! the others' bulk gives way.
 //!
 //! An access is of one thread that sends: the event loop of a process, and each thread for aggregation, which so give way to each other,
-//! too. The word holds a time and who has written it. Nobody has to take it back: it ends by itself, also when its writer dies. Two
+//! too, as strictly as all messages of one thread do. Other processes wait for four fifths of the time at most: their bulk has to end
+//! where somebody is urgent all the time. The word holds a time and who has written it. Nobody has to take it back: it ends by itself, also when its writer dies. Two
 //! processes that are urgent at once overwrite each other's word, and neither gives way, since each sends what is urgent first.
 
 use crate::clock::monotonic_ns;
@@ -13,13 +14,14 @@ use penstock_types::{MILLISECOND, Time};
 use rustix::fs::{FallocateFlags, FileType, Mode, OFlags};
 use std::io;
 use std::path::Path;
-use std::sync::atomic::Ordering;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// One access to the word; without one, nobody gives way to anybody.
 #[derive(Debug)]
 pub struct Arbiter {
     word: Option<Mapped>,
-    /// Who we are: a random number of [`OWNER_BITS`].
+    /// Who we are: a random number of this process's, and one of its accesses'.
     own: u64,
     limit: HoldLimit,
 }
@@ -56,10 +58,9 @@ impl Arbiter {
         let bytes = rustix::param::page_size();
         // Where no memory is left the first access would end the process.
         rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes as u64)?;
-        let mut own = [0; 8];
-        getrandom::fill(&mut own).expect("the kernel has randomness");
-        let (word, own) = (Some(Mapped::shared(&file, bytes)?), u64::from_ne_bytes(own) & OWNERS);
-        Ok(Arbiter { word, own, limit: HoldLimit::default() })
+        let access = ACCESSES.fetch_add(1, Ordering::Relaxed) & ((1 << ACCESS_BITS) - 1);
+        let own = (process() << ACCESS_BITS | access) & OWNERS;
+        Ok(Arbiter { word: Some(Mapped::shared(&file, bytes)?), own, limit: HoldLimit::default() })
     }
 
     /// This process has urgent bytes under way, for so long if it does not say so again; at most [`CLAIM_MOST`].
@@ -70,23 +71,45 @@ impl Arbiter {
         }
     }
 
-    /// Until when somebody else has urgent bytes under way, by the caller's clock, on which it is `now`; `None`: nobody has.
+    /// What somebody else has urgently under way, by the caller's clock, on which it is `now`; `None`: nobody has anything.
     #[must_use]
-    pub fn claimed(&self, now: Time) -> Option<Time> {
+    pub fn claimed(&self, now: Time) -> Option<Claim> {
         let word = self.word.as_ref()?.epoch().load(Ordering::Relaxed);
         if word & OWNERS == self.own {
             return None;
         }
         let left = ((word >> OWNER_BITS) * UNIT).saturating_sub(monotonic_ns());
         // A longer one is none of ours.
-        (1..=CLAIM_MOST).contains(&left).then(|| now.plus(left))
+        let is_own = (word & OWNERS) >> ACCESS_BITS == self.own >> ACCESS_BITS;
+        (1..=CLAIM_MOST).contains(&left).then(|| Claim { until: now.plus(left), is_own })
     }
 
-    /// Whether what is not urgent may wait for others: for those that claim, and for other hosts' that ask this thread to pause.
+    /// Whether what is not urgent may wait for others: for other processes that claim, and for other hosts' that ask this one to pause.
     pub fn may_hold(&mut self, now: Time) -> bool {
         self.limit.allows(now)
     }
 }
+
+/// Somebody has urgent bytes under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Claim {
+    /// When it ends, unless it is renewed.
+    pub until: Time,
+    /// Another thread of this process has, so that no [`Arbiter::may_hold`] is needed.
+    pub is_own: bool,
+}
+
+/// A random number, the same for all accesses of this process.
+fn process() -> u64 {
+    static PROCESS: OnceLock<u64> = OnceLock::new();
+    *PROCESS.get_or_init(|| {
+        let mut drawn = [0; 8];
+        getrandom::fill(&mut drawn).expect("the kernel has randomness");
+        u64::from_ne_bytes(drawn)
+    })
+}
+
+static ACCESSES: AtomicU64 = AtomicU64::new(0);
 
 /// Bounds for how long messages wait for more urgent ones, so that they end where others are urgent all the time.
 #[derive(Clone, Copy, Debug, Default)]
@@ -118,6 +141,7 @@ impl HoldLimit {
 }
 
 const OWNER_BITS: u32 = 22;
+const ACCESS_BITS: u32 = 6;
 const OWNERS: u64 = (1 << OWNER_BITS) - 1;
 /// Times in the word are multiples of this: 42 bits last for nine years.
 const UNIT: u64 = 1 << 16;
@@ -163,8 +187,10 @@ mod tests {
         assert_eq!((one.claimed(now), other.claimed(now)), (None, None));
         one.claim(CLAIM_MOST);
         assert_eq!(one.claimed(now), None);
-        let until = other.claimed(now).expect("just claimed");
-        assert!(until > now && until <= now.plus(CLAIM_MOST), "{until:?}");
+        let Claim { until, is_own } = other.claimed(now).expect("just claimed");
+        assert!(is_own && until > now && until <= now.plus(CLAIM_MOST), "{until:?}");
+        let stranger = Arbiter { own: one.own ^ (1 << ACCESS_BITS), ..Arbiter::at(&folder).expect("it is there") };
+        assert!(stranger.claimed(now).is_none_or(|claim| !claim.is_own), "another process");
         let began = monotonic_ns();
         while other.claimed(now).is_some() {
             assert!(monotonic_ns() - began < 10_000 * MILLISECOND, "a claim does not end");

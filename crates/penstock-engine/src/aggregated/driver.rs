@@ -405,8 +405,9 @@ impl Driver {
             *next = None;
         } else {
             let claimed = arbiter.claimed(now);
-            *expected = claimed.map_or(*expected, |until| until.plus(Urgency::LASTS));
-            held = claimed.filter(|_| !self.running.is_empty() && arbiter.may_hold(now));
+            *expected = claimed.map_or(*expected, |claim| claim.until.plus(Urgency::LASTS));
+            let claimed = claimed.filter(|claim| !self.running.is_empty() && (claim.is_own || arbiter.may_hold(now)));
+            held = claimed.map(|claim| claim.until);
             *next = held;
         }
         self.core.hold(held.unwrap_or(Time(0)));

@@ -1,7 +1,7 @@
 //! What is urgent anywhere, for all peers: which of them is served first is up to `Turn::pump`, how long queues are to each peer.
 
 use super::Driver;
-use crate::arbiter::{Arbiter, CLAIM, CLAIM_MOST};
+use crate::arbiter::{Arbiter, CLAIM, CLAIM_MOST, Claim};
 use penstock_stream::peer::{Peer, Urgency};
 use penstock_types::{MILLISECOND, PeerId, Priority, Time};
 
@@ -34,7 +34,7 @@ impl Driver {
             self.arbiter.claim(CLAIM);
         }
         let claimed = self.arbiter.claimed(now);
-        anywhere = claimed.map_or(anywhere, |until| anywhere.max(until.plus(Urgency::LASTS)));
+        anywhere = claimed.map_or(anywhere, |claim| anywhere.max(claim.until.plus(Urgency::LASTS)));
         let claimed = claimed.filter(|_| would_wait && !is_stopping);
         let (held, ignores_pauses) = obeyed(claimed, paused, &mut self.arbiter, now);
         let held = held.into_iter().chain(blocked).max();
@@ -90,10 +90,12 @@ fn is_blocked(machine: &Peer, now: Time) -> bool {
 }
 
 /// What is not urgent waits until `claimed`, since this process or another one of this host sends what is, and until `paused`, since peers
-/// want that: both use up one limit. Returns until when it waits for the former, and whether it does not wait for the latter.
-fn obeyed(claimed: Option<Time>, paused: Option<Time>, arbiter: &mut Arbiter, now: Time) -> (Option<Time>, bool) {
-    let has_waited_enough = (claimed.is_some() || paused.is_some()) && !arbiter.may_hold(now);
-    (claimed.filter(|_| !has_waited_enough), has_waited_enough)
+/// want that. Other processes and peers use up one limit. Returns until when it waits for the former, and whether it does not wait for
+/// the latter.
+fn obeyed(claimed: Option<Claim>, paused: Option<Time>, arbiter: &mut Arbiter, now: Time) -> (Option<Time>, bool) {
+    let is_limited = paused.is_some() || claimed.is_some_and(|claim| !claim.is_own);
+    let has_waited_enough = is_limited && !arbiter.may_hold(now);
+    (claimed.filter(|claim| claim.is_own || !has_waited_enough).map(|claim| claim.until), has_waited_enough)
 }
 
 /// How often claims and pauses are renewed: on slow links frames and acknowledgements are further apart than those last.
@@ -167,7 +169,10 @@ mod tests {
                 for peer in [&mut here, &mut there] {
                     peer.handle_timeout(now);
                 }
-                let claimed = claims.at(ms, &mut rng).then(|| now.plus(MILLISECOND + 1));
+                let until = now.plus(MILLISECOND + 1);
+                let claimed = claims.at(ms, &mut rng).then_some(Claim { until, is_own: false });
+                let own = Some(Claim { until, is_own: true });
+                assert_eq!(obeyed(own, None, &mut Arbiter::none(), now).0, Some(until), "seed {seed}: of this process");
                 let wants_pause = pauses.at(ms, &mut rng);
                 if wants_pause {
                     there.pause(Priority::LEAST_URGENT, 2 * MILLISECOND, now);
