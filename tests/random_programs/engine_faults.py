@@ -564,6 +564,14 @@ FAULTS = {
         expected=_ORDER,
         test=Test("penstock-net", "driver::urgency::tests::claims_and_pauses_share_a_limit"),
     ),
+    "waiting-for-own-threads-ends": EngineFault(
+        "penstock-net/src/driver/urgency.rs",
+        "claimed.filter(|claim| claim.is_own || !has_waited_enough)",
+        "claimed.filter(|_| !has_waited_enough)",
+        "bulk has a fifth of the time while the same process has something urgent under way",
+        expected=_ORDER,
+        test=Test("penstock-net", "driver::urgency::tests::claims_and_pauses_share_a_limit"),
+    ),
     "own-claims-obeyed": EngineFault(
         "penstock-net/src/arbiter.rs",
         "        if word & OWNERS == self.own {\n",

@@ -159,7 +159,7 @@ mod tests {
                 peer.stream_up(0, start);
                 peer
             });
-            let mut arbiter = Arbiter::none();
+            let [mut arbiter, mut of_process] = [0; 2].map(|_| Arbiter::none());
             let [mut claims, mut pauses] = [0; 2].map(|_| Asking { is_on: rng.bool(), until: 0 });
             // Whether what is not urgent could leave, by millisecond; how often it waited for which of the two alone.
             let (mut left, mut waited) = (Vec::new(), [0; 2]);
@@ -172,7 +172,11 @@ mod tests {
                 let until = now.plus(MILLISECOND + 1);
                 let claimed = claims.at(ms, &mut rng).then_some(Claim { until, is_own: false });
                 let own = Some(Claim { until, is_own: true });
-                assert_eq!(obeyed(own, None, &mut Arbiter::none(), now).0, Some(until), "seed {seed}: of this process");
+                assert_eq!(
+                    obeyed(own, Some(until), &mut of_process, now).0,
+                    Some(until),
+                    "seed {seed}: of this process"
+                );
                 let wants_pause = pauses.at(ms, &mut rng);
                 if wants_pause {
                     there.pause(Priority::LEAST_URGENT, 2 * MILLISECOND, now);
