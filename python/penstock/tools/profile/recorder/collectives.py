@@ -58,6 +58,8 @@ class Calls:
         self.last: Call | None = None
         self.is_batching = False
         self.is_waiting = self.is_issuing = False
+        self.reductions: Callable[[int], list[Call]] = lambda start_ns: []
+        """What Penstock's own reducers have sent since then (`engine.Memory`)."""
         self._works: dict[int, Call] = {}
         self._receives: list[Call] = []
 

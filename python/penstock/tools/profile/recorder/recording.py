@@ -74,7 +74,8 @@ class Recording:
         self._counters = Counters(folder, identity)
         self.writer = Writer(self._header, self._path, self._beat)
         self._memory = Memory(self.writer.put, self.calls.label)
-        self.sampling = Sampling(self.writer.put, self._memory.reductions)
+        self.calls.reductions = self._memory.reductions
+        self.sampling = Sampling(self.writer.put)
         os.environ[PROFILED] = MAYBE
 
     def trains(self) -> None:

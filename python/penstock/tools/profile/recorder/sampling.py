@@ -73,15 +73,8 @@ class Sampling:
     rank with the longer distance samples some of the steps of the other, so that nothing need be agreed.
     """
 
-    def __init__(
-        self, put: Callable[[Sample | Event], object], reductions: Callable[[int], list[Call]] = lambda start_ns: []
-    ) -> None:
-        """
-        Args:
-            reductions: as of `engine.Memory`.
-        """
+    def __init__(self, put: Callable[[Sample | Event], object]) -> None:
         self._put = put
-        self._reductions = reductions
         self.distance = _SLOT
         self._told = 0
         self._profiler: Profiler | None = None
@@ -301,7 +294,7 @@ class Sampling:
             self._put(Event(time.monotonic_ns(), "clock", text))
         else:
             backward = [(span.start_ns, span.end_ns) for span in step.spans if span.phase == "backward"]
-            log = over.log + self._reductions(step.start_ns)
+            log = over.log + calls.reductions(step.start_ns)
             known = calls.reducers(), over.hints, calls.default()
             window = Window(step.number, step.start_ns, step.end_ns, log, backward, *known, phases(step))
             self._put(sample(events, window, clock, thread))
