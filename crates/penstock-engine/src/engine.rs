@@ -169,8 +169,9 @@ impl Engine {
         self.handle.ask(Command::Record)
     }
 
-    /// The operations of this process that have ended well since the last call, how many are missing, and when the earliest of these
-    /// was issued, in nanoseconds of the host's monotonic clock: they failed, or the flight recorder dropped them, which keeps 1024.
+    /// The operations of this process that have ended well since the last call; how many are missing, since they failed, or since the
+    /// flight recorder dropped them, which keeps 1024; and when the earliest of these was issued, in nanoseconds of the host's
+    /// monotonic clock, or 0 if none is missing.
     /// Each is told once, to whoever asks first. Wakes no thread, and works after the end as well.
     #[must_use]
     pub fn take_ended(&self) -> (Vec<Ended>, u64, u64) {

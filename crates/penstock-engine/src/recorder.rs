@@ -42,7 +42,7 @@ pub(crate) struct Record {
 /// A send or a receive. Both ends of a message know its tag, its number and each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Message {
-    /// Or a receive.
+    /// Else it is a receive.
     pub is_send: bool,
     /// The rank in its group to which it goes, or from which it comes; `ANY_SOURCE` of a receive that has no message yet.
     pub other: u32,

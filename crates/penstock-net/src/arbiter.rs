@@ -3,7 +3,9 @@
 //!
 //! An access is of one thread that sends: the event loop of a process, and each thread for aggregation, which so give way to each other,
 //! too, as strictly as all messages of one thread do. Other processes wait for four fifths of the time at most: their bulk has to end
-//! where somebody is urgent all the time. The word holds a time and who has written it. Nobody has to take it back: it ends by itself, also when its writer dies. Two
+//! where somebody is urgent all the time.
+//!
+//! The word holds a time and who has written it. Nobody has to take it back: it ends by itself, also when its writer dies. Two
 //! processes that are urgent at once overwrite each other's word, and neither gives way, since each sends what is urgent first.
 
 use crate::clock::monotonic_ns;
@@ -95,7 +97,7 @@ impl Arbiter {
 pub struct Claim {
     /// When it ends, unless it is renewed.
     pub until: Time,
-    /// Another thread of this process has, so that no [`Arbiter::may_hold`] is needed.
+    /// Whether it is another thread of this process. What is not urgent waits for it without asking [`Arbiter::may_hold`].
     pub is_own: bool,
 }
 
@@ -141,7 +143,8 @@ impl HoldLimit {
 }
 
 const OWNER_BITS: u32 = 22;
-const ACCESS_BITS: u32 = 6;
+/// Of these: which access of its process. A process that makes more in its life has some that do not give way to each other.
+const ACCESS_BITS: u32 = 11;
 const OWNERS: u64 = (1 << OWNER_BITS) - 1;
 /// Times in the word are multiples of this: 42 bits last for nine years.
 const UNIT: u64 = 1 << 16;
@@ -190,7 +193,11 @@ mod tests {
         let Claim { until, is_own } = other.claimed(now).expect("just claimed");
         assert!(is_own && until > now && until <= now.plus(CLAIM_MOST), "{until:?}");
         let stranger = Arbiter { own: one.own ^ (1 << ACCESS_BITS), ..Arbiter::at(&folder).expect("it is there") };
-        assert!(stranger.claimed(now).is_none_or(|claim| !claim.is_own), "another process");
+        let seen = std::iter::repeat_with(|| {
+            one.claim(CLAIM_MOST);
+            stranger.claimed(now)
+        });
+        assert!(seen.flatten().next().is_some_and(|claim| !claim.is_own), "another process");
         let began = monotonic_ns();
         while other.claimed(now).is_some() {
             assert!(monotonic_ns() - began < 10_000 * MILLISECOND, "a claim does not end");

@@ -200,7 +200,7 @@ impl Engine {
 
     /// The operations that have ended since the last call: group, number or None, operation (`send` and `recv` of messages), bytes, when
     /// it was issued and had ended, in nanoseconds of the monotonic clock, and of a message the other rank in its group and the tag.
-    /// Then how many are missing, and when the earliest of these was issued. Wakes no thread.
+    /// Then how many are missing, and when the earliest of these was issued, or 0. Wakes no thread.
     #[allow(clippy::type_complexity, reason = "Python's names for the parts are in the stub")]
     fn take_ended(&self) -> (Vec<(String, Option<u64>, &'static str, u64, u64, u64, Option<(u32, u32)>)>, u64, u64) {
         let (ended, missing, since_ns) = self.0.take_ended();

@@ -274,8 +274,8 @@ def _joined(
 
 
 def _likely(by_ends: Floats, spread: Floats, low: Floats, high: Floats) -> tuple[list[float], float]:
-    """What the correction is likely to be in each window, and how far its two signs are apart: ends, or without any the middle
-    between bounds, which is right if messages take as long both ways; and wall clocks.
+    """What the correction is likely to be in each window, and how far the wall clocks are from its other sign: the ends of
+    collectives or, without any, the middle between bounds, which is right if messages take as long both ways.
 
     Where collectives end at once by the wall clocks, too, their ends are the finer measure, if they agree with each other better
     than with those. Where not, the wall clocks count if bounds allow: a host that lacks processor time may notice each end

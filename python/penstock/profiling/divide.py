@@ -122,10 +122,10 @@ class _Last:
 
     @classmethod
     def of(
-        cls, steps: Iterable[Step], samples: Mapping[int, Sample], courses: Mapping[int, list[Course]]
+        cls, steps: Sequence[Step], samples: Mapping[int, Sample], courses: Mapping[int, list[Course]]
     ) -> _Last | None:
         """None: in samples it stands still at other times."""
-        shown, guessed, steps = [], [], list(steps)
+        shown, guessed = [], []
         for step in steps:
             own, waits = courses.get(step.number, []), marked_waits(step)
             moving = flight(own, step.start_ns, step.end_ns)

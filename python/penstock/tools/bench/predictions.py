@@ -27,7 +27,7 @@ from penstock.tools.bench.recorded import recorded
 
 CHANGES = ("twice the link", "float16", "larger buckets", "penstock")
 """The default of --changes."""
-MORE = ("more streams", "host by host")
+MORE = ("more streams",)
 TARGET_MEDIAN, TARGET_MOST = 0.05, 0.15
 
 
@@ -47,8 +47,6 @@ class Pair:
     backend: str
     streams: int = 0
     """Between two ranks; 0: penstock's default."""
-    ranks: int = 2
-    """On two hosts."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +84,6 @@ def drawn(seed: int, changes: Sequence[str] = CHANGES) -> Pair:
     )
     if change == "more streams":
         return replace(pair, backend="penstock", streams=draw.randrange(1, round(rate / flow)))
-    if change == "host by host":
-        # The processors that four ranks may have to share are to have less to do than the link.
-        return replace(pair, ranks=4, rate_mbit=draw.choice([50.0, 100.0]), model="gpt2-tiny")
     return pair
 
 
@@ -165,8 +160,6 @@ def _change(pair: Pair) -> tuple[Pair, Callable[[str], bool], dict[str, str | fl
         return pair, lambda change: change.startswith("buckets of 4 MiB"), {"bucket_cap_mb": 4}
     if pair.change == "more streams":
         return pair, lambda change: change.endswith(" streams"), {}
-    if pair.change == "host by host":
-        return pair, lambda change: change.endswith(pair.change), {}
     return replace(pair, backend="penstock"), lambda change: change == "the penstock backend", {}
 
 
@@ -174,9 +167,7 @@ def _profiled(pair: Pair, settings: Mapping[str, str | float], steps: int, timeo
     usual: dict[str, str | float] = {"bucket_cap_mb": pair.bucket_mb}
     if pair.streams:
         usual["PENSTOCK_STREAMS"] = str(pair.streams)
-    if pair.change == "host by host" and pair.backend == "penstock":
-        usual["PENSTOCK_ALGORITHM"] = "ring"
-    bed = [sys.executable, "-m", "penstock", "testbed", "run", "--quiet", "--hosts", "2", "--ranks", str(pair.ranks)]
+    bed = [sys.executable, "-m", "penstock", "testbed", "run", "--quiet", "--hosts", "2"]
     bed += ["--rate", f"{pair.rate_mbit:g}", *(["--flow", f"{pair.flow_mbit:g}"] if pair.flow_mbit else [])]
     bed += ["--timeout", f"{timeout_s:g}"]
     train = [sys.executable, "-m", "penstock.workloads.transformer", pair.model, "--batch", str(pair.batch)]

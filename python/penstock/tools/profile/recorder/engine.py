@@ -135,8 +135,8 @@ class Memory:
             if ranks:  # else torch is still making it
                 self._known[channel] = group, ranks
         if of_reducer:
-            what = {"purpose": "data-parallel sync", "bytes": length}
-            call = Call(operation, group, issued_ns, issued_ns, len(ranks), waited_ns=max(issued_ns, ended_ns), **what)
+            call = Call(operation, group, issued_ns, issued_ns, len(ranks), purpose="data-parallel sync", bytes=length)
+            call.waited_ns = max(issued_ns, ended_ns)
             self._reductions.append(call)
         peer = None
         if message is not None and message[0] < len(ranks):
