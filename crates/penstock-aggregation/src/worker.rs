@@ -98,7 +98,7 @@ struct Entry {
     /// The number of the block's last transmission, in the order of all.
     order: u64,
     repeated: bool,
-    /// When the block was pushed first, and how often again through the aggregator.
+    /// When the block was pushed first on the way that it takes now, and how often again.
     first_at: Time,
     repeats: u8,
 }
@@ -471,7 +471,10 @@ impl Worker {
             return;
         }
         if header.workers & self.config.name != 0 {
-            let Entry { repeated, due_push, order, .. } = self.entries[index];
+            let Entry { repeated, due_push, order, sent_at, repeats, .. } = self.entries[index];
+            if now.since(sent_at) < self.spacing(repeats) {
+                return;
+            }
             // A loss counts once, however many nodes ask for the block; and the last blocks that were pushed may still be in
             // flight.
             if !repeated && !due_push && self.next.ahead_of(header.seq) > REORDERED as i32 {
@@ -586,10 +589,10 @@ impl Worker {
         (entry.asked, entry.asked_above, entry.misses) = (false, 0, 0);
         (entry.state, entry.sent_at, entry.deadline, entry.order) = (State::Sent, now, deadline, order);
         let straight = self.way.is_direct || (entry.route == Route::Full && !self.config.full_to_parent);
-        if entry.repeated && !straight {
+        if entry.repeated {
             entry.repeats = entry.repeats.saturating_add(1);
             let is_long = now.since(entry.first_at) > self.config.timing.stall_after;
-            self.clock.path.is_in_vain |= entry.repeats >= MOST_REPEATS && is_long;
+            self.clock.path.is_in_vain |= !straight && entry.repeats >= MOST_REPEATS && is_long;
         }
         let to = if straight { self.config.server } else { self.config.parent };
         Outbound { to, header }

@@ -31,6 +31,13 @@ fn seeds() {
     assert!(total(|o| o.lost) > 0 && total(|o| o.results) > count * 8 && total(|o| o.fallen) > count / 8);
 }
 
+/// Three jobs bypass dead and blamed aggregators on links of 100 Mbit/s whose queues have no end, and the server names missing blocks
+/// every 15 ms: once, what this sent again kept all that was new in the queue, for ever.
+#[test]
+fn blocks_that_wait_in_a_long_queue() {
+    check(&Scenario::draw(20_205_761));
+}
+
 /// Trees of any depth, with aggregators above a single child and workers beside racks: every result is right, whatever goes
 /// wrong, and blocks meet on their way where nothing does.
 #[test]

@@ -23,7 +23,8 @@ pub(super) fn new_worker(scope: Scope, i: usize, epoch: u16) -> Worker {
         ask_parent: true,
         full_to_parent: true,
         apart: scope.apart.is_some(),
-        timing: Timing::default(),
+        // Time stands still here: whatever may happen later happens at once.
+        timing: Timing { rto_min: 0, ..Timing::default() },
     };
     Worker::with_rules(NOW, config, scope.rules)
 }

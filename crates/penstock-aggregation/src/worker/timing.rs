@@ -181,6 +181,15 @@ impl Worker {
         (once.max(MILLISECOND) << (misses - 1).min(MAX_BACKOFF)).min(self.longest())
     }
 
+    /// How long after a block was pushed again, for the so-many-th time, it is not pushed once more only because the server lacks it. It
+    /// may wait in a queue, and a block for each time that it is named would make that queue longer than it gets shorter.
+    pub(super) fn spacing(&self, repeats: u8) -> u64 {
+        match u32::from(repeats) {
+            0 => 0,
+            repeats => (self.config.timing.rto_min / 8 << (repeats - 1).min(2 * MAX_BACKOFF)).min(self.longest()),
+        }
+    }
+
     /// The upper bound of time-outs: above the usual one where round trips are longer, since everything would be sent twice
     /// otherwise.
     pub(super) fn longest(&self) -> u64 {
