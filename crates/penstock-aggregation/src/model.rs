@@ -31,7 +31,7 @@ use std::rc::Rc;
 const WORKERS: [Endpoint; 2] = [Endpoint(0), Endpoint(1)];
 /// The aggregator above worker 0.
 const RACK: Endpoint = Endpoint(2);
-/// In a [`Shape::Row`], the aggregator above that.
+/// In a [`Shape::Row`] and a [`Shape::Chain`], the aggregator above that.
 const ROW: Endpoint = Endpoint(3);
 const NOW: Time = Time(0);
 const JOB: u32 = 1;

@@ -12,12 +12,14 @@ pub(super) enum Shape {
     Beside,
     /// Worker 0 below an aggregator, which stands beside worker 1 below another one.
     Row,
+    /// Worker 0 below an aggregator below another one, worker 1 straight below the server.
+    Chain,
 }
 
 impl Shape {
     /// The number of nodes.
     pub(super) fn nodes(self) -> usize {
-        if self == Shape::Row { 5 } else { 4 }
+        if matches!(self, Shape::Row | Shape::Chain) { 5 } else { 4 }
     }
 
     pub(super) fn server(self) -> Endpoint {
@@ -28,9 +30,9 @@ impl Shape {
     pub(super) fn above(self, node: Endpoint) -> (Endpoint, u64) {
         match (self, node) {
             (Shape::Rack, Endpoint(1)) => (RACK, 0b10),
-            (Shape::Beside, Endpoint(1)) => (self.server(), 0b10),
+            (Shape::Beside | Shape::Chain, Endpoint(1)) => (self.server(), 0b10),
             (Shape::Row, Endpoint(1)) => (ROW, 0b10),
-            (Shape::Row, RACK) => (ROW, 0b1),
+            (Shape::Row | Shape::Chain, RACK) => (ROW, 0b1),
             (_, Endpoint(0)) => (RACK, 0b1),
             _ => (self.server(), 0b1),
         }

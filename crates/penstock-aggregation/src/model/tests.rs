@@ -43,6 +43,7 @@ fn every_interleaving_of_a_row() {
     holds(row(Story::Dead, 2, 0, Kinds::All), 1_500_000);
     holds(row(Story::AllDead, 1, 0, Kinds::All), 42_000);
     holds(row(Story::Epochs, 1, 0, Kinds::All), 60_000);
+    holds(Scope { shape: Shape::Chain, ..row(Story::Cut, 2, 0, Kinds::All) }, 170_000);
 }
 
 /// Nor with a fault besides: a packet that is lost or doubled, or the other aggregator that restarts.
@@ -98,6 +99,22 @@ fn every_rule_is_needed() {
             _ => &[scope(Story::Plain, 3, 0), scope(Story::Plain, 3, 1), scope(Story::Plain, 2, 2)],
         };
         scopes.to_vec()
+    });
+}
+
+/// Those of a hop are needed at depth 2, too.
+#[test]
+fn every_rule_of_a_hop_is_needed_in_a_row() {
+    use Rule::*;
+    let row = |story, blocks, faults| Scope { shape: Shape::Row, ..scope(story, blocks, faults) };
+    all_needed(&[Reset, Stale, Duplicate, Keep, Heart, Overlap, Whole, Bypass], |rule| match rule {
+        Bypass => vec![row(Story::CutAbove, 2, 0)],
+        // A server with one child has all blocks when it has one.
+        Overlap | Whole => vec![
+            Scope { shape: Shape::Chain, ..scope(Story::Cut, 1, 0) },
+            Scope { shape: Shape::Chain, kinds: Kinds::Packets, ..scope(Story::Cut, 2, 1) },
+        ],
+        _ => vec![row(Story::Plain, 3, 0), Scope { kinds: Kinds::Packets, ..row(Story::Plain, 3, 1) }],
     });
 }
 
