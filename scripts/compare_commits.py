@@ -322,6 +322,30 @@ class AsyncAllReduce(AllReduce):
             assert (tensor == 3 * RANKS ** (self.operations - 1)).all(), f"a sum is wrong: {tensor[:4]}"
 
 
+class LargeAllReduce(Case):
+    """all-reduce of 64 MiB"""
+
+    operations = 8
+
+    def __init__(self, rank: int) -> None:
+        import torch
+
+        super().__init__(rank)
+        self.tensor = torch.empty(16 << 20)
+
+    def prepare(self) -> None:
+        self.tensor.fill_(self.rank + 1)
+
+    def operate(self, at: int) -> None:
+        import torch.distributed as dist
+
+        dist.all_reduce(self.tensor)
+
+    def check(self) -> None:
+        expected = 3 * RANKS ** (self.operations - 1)
+        assert (self.tensor == expected).all(), f"a sum is wrong: {self.tensor[:4]}, not {expected}"
+
+
 class Step(Case):
     """a step of 50 parameters, nothing of Penstock"""
 
@@ -391,6 +415,7 @@ class DDPStep(ReducerStep):
 CASES: dict[str, type[Case]] = {
     "all-reduce": AllReduce,
     "async": AsyncAllReduce,
+    "large": LargeAllReduce,
     "reducer": ReducerStep,
     "reducer-500": ManyReducerStep,
     "ddp": DDPStep,

@@ -1356,7 +1356,15 @@ def _new_group_under_gloo_without(how: str) -> tuple[str, str]:
     ranks.note("waiting")
     with pytest.raises(penstock.errors.PenstockError) as caught:
         dist.new_group(backend="penstock")
+    _until_both_have_raised(store)
     return type(caught.value).__name__, str(caught.value)
+
+
+def _until_both_have_raised(store: dist.Store) -> None:
+    """Who returns leaves the job, and the other might hear of that before it hears of rank 2."""
+    store.add("raised", 1)
+    while store.add("raised", 0) < 2:
+        pass
 
 
 def _leave_and_come_back_under_gloo() -> tuple[str, str]:
@@ -1386,6 +1394,7 @@ def _leave_and_come_back_under_gloo() -> tuple[str, str]:
         signal.pause()
     with pytest.raises(penstock.errors.PenstockError) as caught:
         dist.new_group(backend="penstock")
+    _until_both_have_raised(store)
     return type(caught.value).__name__, str(caught.value)
 
 
