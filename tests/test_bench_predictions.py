@@ -11,6 +11,7 @@ from penstock.tools.bench import predictions
 from penstock.tools.bench.launcher import BenchError
 from penstock.tools.bench.predictions import CHANGES, Outcome, drawn
 from penstock.tools.testbed.system import unavailable
+from penstock.workloads.transformer.__main__ import SCHEDULES
 
 
 def test_pairs_are_drawn_from_their_seed() -> None:
@@ -24,13 +25,28 @@ def test_pairs_are_drawn_from_their_seed() -> None:
 
 def test_more_streams_are_drawn_where_there_is_room() -> None:
     """Fewer at first than the link has room for."""
-    pairs = [drawn(seed, predictions.MORE) for seed in range(60)]
-    assert {pair.change for pair in pairs} == set(predictions.MORE)
+    pairs = [drawn(seed, ["more streams"]) for seed in range(60)]
+    assert {pair.change for pair in pairs} == {"more streams"}
     assert all(0 < pair.streams * pair.flow_mbit < pair.rate_mbit for pair in pairs)
     _, is_about_it, settings = predictions._change(pairs[0])
     assert is_about_it("16 streams") and not is_about_it("float16") and not settings  # as `predict` names it
     done = CliRunner().invoke(predictions.command, ["--changes", "float16,fewer"])
     assert done.exit_code == 2 and "no change fewer" in done.output
+
+
+def test_schedules_are_drawn_that_the_workload_has() -> None:
+    """Each of a pipeline whose micro-batches its ranks divide; the prediction is the one that `predict` names so."""
+    pairs = [drawn(seed, ["another schedule"]) for seed in range(60)]
+    assert {(pair.schedule, pair.becomes) for pair in pairs} == {
+        ("gpipe", "1f1b"),
+        ("gpipe", "interleaved"),
+        ("1f1b", "interleaved"),
+    }
+    assert all(pair.micro_batches % 2 == 0 and pair.batch % pair.micro_batches == 0 for pair in pairs)
+    assert {pair.schedule for pair in pairs} | {pair.becomes for pair in pairs} <= set(SCHEDULES)
+    changed, is_about_it, settings = predictions._change(pairs[0])
+    assert changed.schedule == pairs[0].becomes and not settings
+    assert is_about_it(predictions.SCHEDULES[pairs[0].becomes]) and not is_about_it("float16")
 
 
 def test_the_table_counts_misses() -> None:

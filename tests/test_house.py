@@ -477,7 +477,7 @@ PYTHON_MAY_USE = {
     "torch": {"runtime"},
     "training": {"runtime", "torch"},
     "fronts": {"runtime", "torch", "training"},
-    "workloads": {"torch"},
+    "workloads": {"profiling", "torch"},
     "tools": {"cluster", "live", "planning", "profiling", "runtime", "reports", "torch", "training", "workloads"},
 }
 # What is no room: the command line, and the module that users import from the room `torch`, which names what is in `training`.

@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 import forked
 import ranks
+from penstock.profiling.schedules import Turn, one_forward_one_backward
+from penstock.workloads.transformer.__main__ import SCHEDULES
 from penstock.workloads.transformer.model import Stage, cut, parameters_of, widths
-from penstock.workloads.transformer.pipeline import Pipeline, Turn, schedule
+from penstock.workloads.transformer.pipeline import Pipeline
 from penstock.workloads.transformer.shapes import MODELS, Shape, layers_of
 
 SMALL = {
@@ -37,7 +39,7 @@ def test_the_papers_models_have_their_size(model: str, millions: float) -> None:
 def test_the_schedule(stages: int, batches: int) -> None:
     """Every stage runs each micro-batch forward once and then backward once, in order; holds no more of them than stages follow
     it; and no two neighbours wait for each other."""
-    plans = [list(schedule(at, stages, batches)) for at in range(stages)]
+    plans = [list(one_forward_one_backward(at, stages, batches)) for at in range(stages)]
     for at, plan in enumerate(plans):
         assert [turn.batch for turn in plan if turn.is_forward] == list(range(batches))
         assert [turn.batch for turn in plan if not turn.is_forward] == list(range(batches))
@@ -88,40 +90,58 @@ def _stages_and_whole(kind: str, stages: int) -> tuple[list[Stage], Stage]:
     return parts, whole
 
 
-def _pipelined(backend: str, kind: str, micro: int) -> float:
+def _pipelined(backend: str, kind: str, micro: int, schedule: str) -> float:
     """The largest distance of a gradient from that of the whole model, on this rank."""
     dist.init_process_group(backend)
-    rank, stages = dist.get_rank(), dist.get_world_size()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    order, each = SCHEDULES[schedule]
+    stages = each * world
     parts, whole = _stages_and_whole(kind, stages)
-    part, shape = parts[rank], SMALL[kind]
-    drawn = torch.randint(shape.vocabulary, (4, micro, 9), generator=torch.Generator().manual_seed(1))
+    own, shape = parts[rank::world], SMALL[kind]
+    drawn = torch.randint(shape.vocabulary, (2 * world, micro, 9), generator=torch.Generator().manual_seed(1))
     tokens, targets = list(drawn[:, :, :-1].unbind()), list(drawn[:, :, 1:].unbind())
-    loss = Pipeline(part, widths(shape, stages), (micro, 8, shape.width)).step(tokens, targets)
+    loss = Pipeline(shape, own, (micro, 8, shape.width), order).step(tokens, targets)
     expected = 0.0
     for given, wanted in zip(tokens, targets, strict=True):
         one = whole([given], wanted) / len(tokens)
         one.backward()
         expected += one.item()
-    if rank == stages - 1:
+    if rank == world - 1:
         assert loss == pytest.approx(expected, rel=1e-5)
     pairs = [
-        (own.grad, whole.blocks[number].get_parameter(name).grad)
-        for own_block, number in zip(part.blocks, cut(shape, stages)[rank], strict=True)
-        for name, own in own_block.named_parameters()
+        (mine.grad, whole.blocks[number].get_parameter(name).grad)
+        for part, layers in zip(own, cut(shape, stages)[rank::world], strict=True)
+        for block, number in zip(part.blocks, layers, strict=True)
+        for name, mine in block.named_parameters()
     ]
-    shared = part.shared_embedding()
+    ends = {0: own[0], world - 1: own[-1]}
+    shared = ends[rank].shared_embedding() if rank in ends else None
     whole_shared = whole.shared_embedding()
     if shared is not None and whole_shared is not None:
         pairs.append((shared.grad, whole_shared.grad))
     dist.destroy_process_group()
-    return max((one - other).abs().max().item() for one, other in pairs if one is not None and other is not None)
+    largest = 0.0
+    for one, other in pairs:
+        assert one is not None and other is not None
+        largest = max(largest, (one - other).abs().max().item())
+    return largest
 
 
 @pytest.mark.parametrize("backend", ["penstock", "gloo"])
-@pytest.mark.parametrize(("kind", "stages"), [("decoder", 2), ("encoder", 3), ("both", 4)])
-def test_a_pipeline_has_the_gradients_of_the_whole_model(backend: str, kind: str, stages: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "count", "schedule"),
+    [
+        ("decoder", 2, "1f1b"),
+        ("decoder", 2, "gpipe"),
+        ("decoder", 2, "interleaved"),
+        ("encoder", 3, "1f1b"),
+        ("both", 4, "1f1b"),
+        ("both", 2, "interleaved"),
+    ],
+)
+def test_a_pipeline_has_the_gradients_of_the_whole_model(backend: str, kind: str, count: int, schedule: str) -> None:
     """With the embedding that the first and the last stage share."""
-    distances = ranks.run(_pipelined, count=stages, args=(backend, kind, 2))
+    distances = ranks.run(_pipelined, count=count, args=(backend, kind, 2, schedule))
     assert max(distances) < 1e-5
 
 
@@ -138,6 +158,10 @@ def test_too_little_memory_is_told_and_no_crash() -> None:
     [
         (["--batch", "7", "--micro-batch", "2"], "a batch of 7 is no multiple of 2 sequences"),
         (["--parallel", "pipeline"], "a pipeline needs two ranks"),
+        (
+            ["--parallel", "pipeline", "--schedule", "interleaved", "--batch", "4", "--micro-batch", "2"],
+            "needs two ranks",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_said(options: list[str], message: str) -> None:

@@ -27,7 +27,9 @@ from penstock.tools.bench.recorded import recorded
 
 CHANGES = ("twice the link", "float16", "larger buckets", "penstock")
 """The default of --changes."""
-MORE = ("more streams",)
+MORE = ("more streams", "another schedule", "an aggregator")
+SCHEDULES = {"1f1b": "one forward, one backward", "interleaved": "an interleaved schedule"}
+"""Of a pipeline: how the workload calls it, and the prediction."""
 TARGET_MEDIAN, TARGET_MOST = 0.05, 0.15
 
 
@@ -47,6 +49,15 @@ class Pair:
     backend: str
     streams: int = 0
     """Between two ranks; 0: penstock's default."""
+    schedule: str = ""
+    """Of a pipeline; empty: data parallel."""
+    micro_batches: int = 1
+    becomes: str = ""
+    """Of `SCHEDULES`: what the schedule is changed to."""
+    ranks: int = 2
+    """Each on a host. Of more than two the hosts stand behind switches with aggregators."""
+    number: str = "none"
+    """What gradients travel as through these."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,12 @@ def drawn(seed: int, changes: Sequence[str] = CHANGES) -> Pair:
     )
     if change == "more streams":
         return replace(pair, backend="penstock", streams=draw.randrange(1, round(rate / flow)))
+    if change == "another schedule":
+        before, after = draw.choice([("gpipe", "1f1b"), ("gpipe", "interleaved"), ("1f1b", "interleaved")])
+        micro = draw.choice([each for each in (2, 4, 8) if each <= pair.batch])
+        return replace(pair, schedule=before, micro_batches=micro, becomes=after)
+    if change == "an aggregator":
+        return replace(pair, backend="penstock", ranks=4)
     return pair
 
 
@@ -160,6 +177,10 @@ def _change(pair: Pair) -> tuple[Pair, Callable[[str], bool], dict[str, str | fl
         return pair, lambda change: change.startswith("buckets of 4 MiB"), {"bucket_cap_mb": 4}
     if pair.change == "more streams":
         return pair, lambda change: change.endswith(" streams"), {}
+    if pair.change == "another schedule":
+        return replace(pair, schedule=pair.becomes), lambda change: change == SCHEDULES[pair.becomes], {}
+    if pair.change == "an aggregator":
+        return replace(pair, number="int32"), lambda change: change == "gradients summed by an aggregator", {}
     return replace(pair, backend="penstock"), lambda change: change == "the penstock backend", {}
 
 
@@ -167,13 +188,20 @@ def _profiled(pair: Pair, settings: Mapping[str, str | float], steps: int, timeo
     usual: dict[str, str | float] = {"bucket_cap_mb": pair.bucket_mb}
     if pair.streams:
         usual["PENSTOCK_STREAMS"] = str(pair.streams)
-    bed = [sys.executable, "-m", "penstock", "testbed", "run", "--quiet", "--hosts", "2"]
-    bed += ["--rate", f"{pair.rate_mbit:g}", *(["--flow", f"{pair.flow_mbit:g}"] if pair.flow_mbit else [])]
-    bed += ["--timeout", f"{timeout_s:g}"]
+    if pair.ranks > 2:
+        bed = [sys.executable, "-m", "penstock.tools.bench.aggregated.through"]
+        bed += [str(pair.ranks), f"{pair.rate_mbit:g}", pair.number]
+    else:
+        bed = [sys.executable, "-m", "penstock", "testbed", "run", "--quiet", "--hosts", "2"]
+        bed += ["--rate", f"{pair.rate_mbit:g}", *(["--flow", f"{pair.flow_mbit:g}"] if pair.flow_mbit else [])]
+        bed += ["--timeout", f"{timeout_s:g}", "--"]
     train = [sys.executable, "-m", "penstock.workloads.transformer", pair.model, "--batch", str(pair.batch)]
     train += ["--steps", str(steps), "--backend", pair.backend, "--seed", str(pair.seed)]
+    if pair.schedule:
+        train += ["--parallel", "pipeline", "--schedule", pair.schedule]
+        train += ["--micro-batch", str(pair.batch // pair.micro_batches)]
     with tempfile.TemporaryDirectory() as folder:
-        return recorded([*bed, "--", *train], Path(folder), f"pair {pair.seed}", {**usual, **settings})
+        return recorded([*bed, *train], Path(folder), f"pair {pair.seed}", {**usual, **settings})
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -12,7 +11,7 @@ import subprocess
 import sys
 from collections import Counter as Counted
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,8 +92,8 @@ def run(cell: Cell, repeat: int, *, steps: int, seed: int, folder: Path, timeout
     checkpoint = str((folder / f"{cell.key}.{repeat}.checkpoint").absolute())
     inner = command_of(cell, steps, seed + repeat, checkpoint=checkpoint)
     if cell.transport == "aggregated":
-        given = [json.dumps(asdict(cell)), str(steps), str(seed + repeat), checkpoint]
-        inner = [sys.executable, "-m", "penstock.tools.characterize.through_aggregators", *given]
+        behind = [sys.executable, "-m", "penstock.tools.bench.aggregated.through"]
+        inner = [*behind, str(cell.ranks), f"{cell.link_mbit:g}", "int32", *inner[inner.index("--") + 1 :]]
     profile = [sys.executable, "-m", "penstock", "profile", "-o", str(records), "--json", str(table), "--", *inner]
     try:
         code, said = _finished(profile, environment_of(cell, os.environ), timeout_s)

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.workloads.transformer.model import Stage, parameters_of, widths
+from penstock.profiling.schedules import Order, gpipe, interleaved, one_forward_one_backward
+from penstock.workloads.transformer.model import Stage, parameters_of
 from penstock.workloads.transformer.pipeline import Pipeline
 from penstock.workloads.transformer.shapes import MODELS, Shape
 
@@ -33,6 +34,14 @@ EVALUATED = 32
 
 NO_MEMORY = ("allocate memory", "bad_alloc", "Resource temporarily unavailable", "can't start new thread")
 """Of errors: of torch's allocator, of C++, and of threads whose stacks find no room."""
+
+
+SCHEDULES: dict[str, tuple[Order, int]] = {
+    "gpipe": (gpipe, 1),
+    "1f1b": (one_forward_one_backward, 1),
+    "interleaved": (interleaved(2), 2),
+}
+"""Of a pipeline, with how many stages a rank has."""
 
 
 class _Trained(NamedTuple):
@@ -67,8 +76,14 @@ def _train(args: argparse.Namespace) -> None:
     if micro < 1 or args.batch % (micro * replicas):
         sys.exit(f"a batch of {args.batch} is no multiple of {micro} sequences on each of {replicas} replicas")
     count = args.batch // micro // replicas
-    make = _pipeline if args.parallel == "pipeline" else _data_parallel
-    trained = make(shape, (micro, sequence, shape.width))
+    stages = 1
+    if args.parallel == "pipeline":
+        order, stages = SCHEDULES[args.schedule]
+        if stages > 1 and count % world:
+            sys.exit(f"an interleaved schedule of {world} ranks takes a multiple of {world} micro-batches, not {count}")
+        trained = _pipeline(shape, (micro, sequence, shape.width), order, stages)
+    else:
+        trained = _data_parallel(shape)
     optimizer = torch.optim.AdamW(trained.model.parameters(), lr=1e-3)
     batches = _batches(shape, args.seed * 1009 + (0 if args.parallel == "pipeline" else rank), micro, sequence, count)
     seconds, losses = [], []
@@ -93,7 +108,7 @@ def _train(args: argparse.Namespace) -> None:
     if rank == (world - 1 if args.parallel == "pipeline" else 0):
         settled = seconds[min(2, len(seconds) - 1) :]
         step_s = statistics.median(settled)
-        stages = world if args.parallel == "pipeline" else 1
+        stages *= world if args.parallel == "pipeline" else 1
         told = {
             "model": args.model,
             "ranks": world,
@@ -107,7 +122,7 @@ def _train(args: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
-def _data_parallel(shape: Shape, _: tuple[int, int, int]) -> _Trained:
+def _data_parallel(shape: Shape) -> _Trained:
     model: torch.nn.Module = Stage(shape)
     if dist.is_initialized() and dist.get_world_size() > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -126,13 +141,16 @@ def _data_parallel(shape: Shape, _: tuple[int, int, int]) -> _Trained:
     return _Trained(model, step)
 
 
-def _pipeline(shape: Shape, states: tuple[int, int, int]) -> _Trained:
+def _pipeline(shape: Shape, states: tuple[int, int, int], order: Order, stages: int) -> _Trained:
     if not dist.is_initialized() or dist.get_world_size() < 2:
         sys.exit("a pipeline needs two ranks or more: torchrun --nproc-per-node 2 ...")
-    stages = dist.get_world_size()
-    stage = Stage(shape, dist.get_rank(), stages)
-    pipeline = Pipeline(stage, widths(shape, stages), states)
-    return _Trained(stage, pipeline.step)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    try:
+        own = [Stage(shape, at * world + rank, stages * world) for at in range(stages)]
+    except ValueError as error:
+        sys.exit(str(error))
+    pipeline = Pipeline(shape, own, states, order)
+    return _Trained(pipeline.model, pipeline.step)
 
 
 def _batches(
@@ -149,6 +167,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=sorted(MODELS))
     parser.add_argument("--parallel", choices=("data", "pipeline"), default="data", help="all ranks")
+    told = "of a pipeline; interleaved: with two stages a rank"
+    parser.add_argument("--schedule", choices=sorted(SCHEDULES), default="1f1b", help=told)
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, of all ranks together")
     parser.add_argument("--micro-batch", type=int, default=0, help="sequences at a time; 0: a replica's all at once")
     parser.add_argument("--sequence", type=int, default=0, help="tokens of a sequence; 0: all that the model sees")
