@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from penstock.profiling.breakdown import Moving, Share
+from penstock.profiling.breakdown import EMBEDDING, Moving, Share
 from penstock.profiling.causes import Cause
-from penstock.tools.bench import breakdown, breakdown_stages, causes, planted, planted_rank
+from penstock.tools.bench import breakdown, breakdown_layers, breakdown_stages, causes, planted, planted_rank
 from penstock.tools.bench.breakdown import MOVING, Outcome, drawn, judged
 from penstock.tools.bench.breakdown_stages import Notes, rows
 from penstock.tools.bench.launcher import BenchError
@@ -65,6 +65,36 @@ def test_what_the_script_noted_is_beside_what_the_profile_says() -> None:
         "10.0%",
         "0 of 1",
     ]
+
+
+def test_layers_tell_each_purpose() -> None:
+    """Rank 0 waits for 4 ms in a layer's sum, and moves 6; the same again in the backward pass, and 5 ms in the embedding's."""
+    plans = [breakdown_layers.drawn(seed) for seed in range(20)]
+    assert plans == [breakdown_layers.drawn(seed) for seed in range(20)] and len(set(plans)) == 20
+
+    def notes(late_ms: int) -> breakdown_layers.Notes:
+        def stood(purpose: str, at_ms: int) -> breakdown_layers.Waited:
+            return breakdown_layers.Waited(purpose, (at_ms + late_ms) * MS, (at_ms + 10) * MS)
+
+        return {
+            "forward": 30 * MS,
+            "backward": 40 * MS,
+            "optimizer": 3 * MS,
+            "step": 90 * MS,
+            "in_forward": [stood(breakdown_layers.TENSOR, 10)],
+            "in_backward": [stood(breakdown_layers.EXPERT, 30)],
+            "in_other": [breakdown_layers.Waited(EMBEDDING, 70 * MS, 75 * MS)],
+        }
+
+    noted = [[notes(0)] * 4, [notes(4)] * 4]
+    [row, *_] = breakdown_layers.rows(noted, 0)
+    assert (row["forward"], row["backward"], row["other"]) == (20 * MS, 30 * MS, 12 * MS)
+    assert (row["exposed wait"], row["exposed wire"]) == (8 * MS, 17 * MS)
+    moving = {"tensor": Moving(6 * MS, 4.1 * MS), "expert": Moving(6 * MS, 4 * MS), EMBEDDING: Moving(5 * MS)}
+    share = Share(0, 2, 1, 90 * MS, {"forward": 20 * MS, "backward": 30 * MS}, moving)
+    found = {one.category: one for one in judged(7, [share], [breakdown_layers.rows(noted, rank) for rank in range(2)])}
+    assert found["tensor"].miss == pytest.approx(0.01) and found["expert"].miss == 0 and found[EMBEDDING].miss == 0
+    assert "tensor" in {line.cells[0] for line in breakdown.table(list(found.values())).lines}
 
 
 def test_where_both_sums_move_wire_counts_before_wait() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.profiling.advice import advise
 from penstock.profiling.divide import divide
-from penstock.profiling.predict import Network, Prediction, predict
+from penstock.profiling.predict import INTERLEAVED_UNSURE, Network, Prediction, predict
 from penstock.profiling.record import Event, Header, Operation, Record, Sample, Span, Step, Wait
 from penstock.profiling.replay import Wire, merged, models, run, wires
 from penstock.profiling.schedules import gpipe, interleaved, one_forward_one_backward
@@ -420,7 +420,7 @@ def test_schedules_have_the_bubble_that_theory_says(order: str, stages: int) -> 
     assert ("one forward, one backward" in found) == (order == "gpipe")
     shorter = found["an interleaved schedule"]
     assert shorter.after_ns == pytest.approx((m + (stages - 1) / 2) * (f + b), rel=0.01)
-    assert shorter.error < 0.01
+    assert 0 <= shorter.error - INTERLEAVED_UNSURE < 0.01
 
 
 @pytest.mark.parametrize("seed", range(20))

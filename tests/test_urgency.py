@@ -94,10 +94,12 @@ def _number() -> int | None:
     return None if current is None else current.number
 
 
-def test_urgent_operations_overtake_on_a_link() -> None:
-    """Behind two seconds of bytes an urgent all-reduce, message and batch end before those; one that is less urgent does not."""
+@pytest.mark.parametrize("threads", [1, 2])
+def test_urgent_operations_overtake_on_a_link(threads: int) -> None:
+    """Behind two seconds of bytes an urgent all-reduce, message and batch end before those; one that is less urgent does not.
+    So where I/O threads share the streams."""
     with testbed.Testbed(hosts=2, link=testbed.LinkSpec(rate_mbit=100)) as bed:
-        for ended in ranks.run(_overtake, count=2, bed=bed):
+        for ended in ranks.run(_overtake, count=2, bed=bed, env={"PENSTOCK_IO_THREADS": str(threads)}):
             assert ended == ["urgent", "message", "batch", "bulk", "less urgent"]
 
 
@@ -159,14 +161,15 @@ _SHARED = {
 }
 
 
-@pytest.mark.parametrize("bulk", _SHARED)
-def test_bulk_that_shares_a_link_gives_way(bulk: str) -> None:
+@pytest.mark.parametrize(("bulk", "threads"), [*((each, 1) for each in _SHARED), ("to another rank", 2)])
+def test_bulk_that_shares_a_link_gives_way(bulk: str, threads: int) -> None:
     """An urgent message of 10 MiB ends before bulk of 8 MiB that was there first; it would be last if each had half of the link.
     Messages before them have shown how fast that is."""
     urgent, other, placement = _SHARED[bulk]
     with testbed.Testbed(hosts=placement[-1] + 1, link=testbed.LinkSpec(rate_mbit=100)) as bed:
         work = functools.partial(_share, urgent, other)
-        ended = ranks.run(work, count=len(placement), bed=bed, placement=placement)
+        env = {"PENSTOCK_IO_THREADS": str(threads)}
+        ended = ranks.run(work, count=len(placement), bed=bed, placement=placement, env=env)
     assert ended[urgent[1]]["urgent"] < ended[other[1]]["bulk"]
 
 

@@ -375,8 +375,9 @@ impl Table {
             return;
         }
         let was_direct = self.path.is_direct;
-        self.path.follow(header.workers, self.is_server(from), header.kind);
-        self.parent_is_lost = self.path.is_direct && (self.parent_is_lost || !was_direct);
+        let has_missed = self.path.follow(header.workers, self.is_server(from), header.kind);
+        // States that were missed may be those in which the parent was trusted again, and said nothing: it has died since it was heard.
+        self.parent_is_lost = self.path.is_direct && (self.parent_is_lost || !was_direct || has_missed);
         // Results may be repeated by nodes that have them; a heartbeat comes from the server, through all nodes above.
         if from == parent && header.kind == Kind::HeartbeatDown {
             self.parent_is_lost = false;

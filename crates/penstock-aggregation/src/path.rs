@@ -22,13 +22,14 @@ pub(crate) struct Path {
 
 impl Path {
     /// Takes the state from the field `workers` of a packet of this kind that came from the server itself (`is_straight`) or through the parent.
-    pub(crate) fn follow(&mut self, workers: u64, is_straight: bool, kind: Kind) {
+    /// Returns whether states between this and the newest one were missed.
+    pub(crate) fn follow(&mut self, workers: u64, is_straight: bool, kind: Kind) -> bool {
         let state = workers as u32;
         let (number, is_bypass) = (state / 2, state % 2 == 1);
         if number < self.newest {
             self.lower += u8::from(kind == Kind::HeartbeatDown);
             if self.lower < MOST_LOWER {
-                return;
+                return false;
             }
         }
         if is_straight {
@@ -36,7 +37,9 @@ impl Path {
         } else if number != self.newest {
             self.is_direct = false;
         }
+        let has_missed = number > self.newest.saturating_add(1);
         (self.newest, self.lower) = (number, 0);
+        has_missed
     }
 }
 
@@ -79,6 +82,15 @@ mod tests {
         assert!(!step(4, true, false), "it was sent straight to the parent");
         assert!(step(4, true, true));
         assert!(!step(4, false, true));
+    }
+
+    /// Who hears of state 4 after state 1 has missed something; old packets tell nothing.
+    #[test]
+    fn missed_states() {
+        let mut path = Path::default();
+        let missed: Vec<bool> =
+            [1, 2, 4, 3, 5].into_iter().map(|number| path.follow(state(number, true), true, Kind::Result)).collect();
+        assert_eq!(missed, [false, false, true, false, false]);
     }
 
     /// A forged number is forgotten: the server's heartbeats win again, from whichever side they come, and old results do not.

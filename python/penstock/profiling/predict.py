@@ -47,6 +47,10 @@ MOST_CHILDREN = 64
 SCHEDULE_FITS = 0.15
 """Where the present schedule, run again from its passes, is further from the step than this, nothing is told of others."""
 
+INTERLEAVED_UNSURE = 0.15
+"""More of a stated error, where passes and messages come to lie beside others': after 7 such changes steps took longer than was
+told, on hosts without a processor to spare (docs/design/profile-causes.md)."""
+
 
 @dataclass(frozen=True)
 class Network:
@@ -127,12 +131,14 @@ class _Told:
         *,
         against: str = "",
         now: Callable[[Model, Wire], float] | None = None,
+        unsure: float = 0.0,
     ) -> None:
         """A prediction, unless it would be that ranks wait for ever.
 
         Args:
             changed: how long a step takes with the change.
             now: what that is compared with, instead of the step as it was run again.
+            unsure: more of the stated error.
         """
         ratios, errors = [], []
         for model in self.models:
@@ -153,7 +159,7 @@ class _Told:
         if not math.isfinite(ratio):
             return
         before = statistics.fmean(model.measured_ns for model in self.models)
-        error = statistics.fmean(errors) + statistics.pstdev(ratios) / ratio if ratio else 0.0
+        error = unsure + statistics.fmean(errors) + statistics.pstdev(ratios) / ratio if ratio else 0.0
         because = because or self.numbers
         self.made.append(Prediction(change, how, before, before * ratio, error, because, settings or {}, against))
 
@@ -360,7 +366,7 @@ def _schedules(told: _Told) -> None:
     if max(map(abs, fits)) > SCHEDULE_FITS:
         return
 
-    def add(change: str, how: str, order: Order, *, stages: int = 1) -> None:
+    def add(change: str, how: str, order: Order, *, stages: int = 1, unsure: float = 0.0) -> None:
         def changed(model: Model, wire: Wire) -> float:
             return period(scheduled(model, found, order, stages=stages), wire.takes)
 
@@ -369,7 +375,7 @@ def _schedules(told: _Told) -> None:
             f"{told.numbers}; {ranks} stages and {found.batches} micro-batches; equal stages would stand still for "
             f"{share:.0%} of a step instead of {(ranks - 1) / (found.batches + ranks - 1):.0%}"
         )
-        told.add(change, how, changed, because, against="bubble", now=again)
+        told.add(change, how, changed, because, against="bubble", now=again, unsure=unsure)
 
     if found.order is gpipe:
         how = "Schedule1F1B of torch.distributed.pipelining, which also holds fewer micro-batches"
@@ -377,7 +383,7 @@ def _schedules(told: _Told) -> None:
     if found.batches % ranks == 0:
         how = "ScheduleInterleaved1F1B of torch.distributed.pipelining, with two stages a rank; "
         how += "Megatron: --num-layers-per-virtual-pipeline-stage of half a stage's layers"
-        add("an interleaved schedule", how, interleaved(2), stages=2)
+        add("an interleaved schedule", how, interleaved(2), stages=2, unsure=INTERLEAVED_UNSURE)
 
 
 def _is_of_gradients(move: Move) -> bool:

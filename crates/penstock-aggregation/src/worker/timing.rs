@@ -182,11 +182,12 @@ impl Worker {
     }
 
     /// How long after a block was pushed again, for the so-many-th time, it is not pushed once more only because the server lacks it. It
-    /// may wait in a queue, and a block for each time that it is named would make that queue longer than it gets shorter.
+    /// may wait in a queue, and a block for each time that it is named would make that queue longer than it gets shorter. Twice in a row a
+    /// block may well be lost.
     pub(super) fn spacing(&self, repeats: u8) -> u64 {
-        match u32::from(repeats) {
-            0 => 0,
-            repeats => (self.config.timing.rto_min / 8 << (repeats - 1).min(2 * MAX_BACKOFF)).min(self.longest()),
+        match u32::from(repeats).checked_sub(FREE_REPEATS) {
+            None => 0,
+            Some(more) => ((self.config.timing.rto_min / 8) << more.min(2 * MAX_BACKOFF)).min(self.longest()),
         }
     }
 
@@ -211,5 +212,7 @@ impl Worker {
     }
 }
 
+/// So often a block is pushed again as soon as it is named.
+const FREE_REPEATS: u32 = 3;
 /// An aggregator that stalled is tried again after a minute at the latest.
 const MAX_DISTRUST: u64 = 60 * SECOND;

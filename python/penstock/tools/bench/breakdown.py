@@ -12,17 +12,18 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import click
 
-from penstock.profiling.breakdown import Share
+from penstock.profiling.breakdown import OTHER, PURPOSES, Moving, Share
 from penstock.profiling.divide import WARM_UP_STEPS, divide
 from penstock.profiling.intervals import overlaps, union, without
 from penstock.reports import Column, Line, Table
-from penstock.tools.bench import breakdown_stages, machine
+from penstock.tools.bench import breakdown_layers, breakdown_stages, machine
 from penstock.tools.bench.options import check_files
 from penstock.tools.bench.output import reporting_errors, result_console, say, write_json
 from penstock.tools.bench.recorded import recorded
@@ -31,7 +32,8 @@ __all__ = ["MOVING", "Outcome", "Plan", "command", "drawn", "judged", "rows"]
 
 WORK = ("loading", "forward", "backward", "clip", "optimizer", "evaluation", "checkpoint", "other")
 MOVING = ("exposed wire", "exposed wait", "hidden wire", "hidden wait")
-DISTURBED = ("other", "exposed wait", "hidden wait", "step")
+NAMED = tuple(purpose for purpose in PURPOSES if purpose != OTHER)
+DISTURBED = ("other", "exposed wait", "hidden wait", "step", *NAMED)
 """What holds it where torch's profiler starts or stops: in this rank, or in the other, which is waited for."""
 TARGET = 0.03
 LEAST = 0.02
@@ -60,6 +62,9 @@ class Plan:
     late_phase: str
     """One of loading, forward and other: there this rank takes ``late`` more."""
     steps: int = 120
+
+
+Planted: TypeAlias = Plan | breakdown_stages.Stages | breakdown_layers.Layers
 
 
 @dataclass(frozen=True)
@@ -113,19 +118,25 @@ def drawn(seed: int) -> Plan:
 @click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first one's seed.")
 @click.option("--steps", type=click.IntRange(60), default=120, show_default=True, help="Of each training.")
 @click.option("--pipeline", is_flag=True, help="Two stages of a pipeline, instead of data-parallel ranks.")
+@click.option("--layers", is_flag=True, help="Tensor and expert parallel ranks that share an embedding.")
 @click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds of one training.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
-def command(runs: int, first: int, steps: int, pipeline: bool, timeout: float, json_path: str | None) -> None:
+def command(
+    runs: int, first: int, steps: int, pipeline: bool, layers: bool, timeout: float, json_path: str | None
+) -> None:
     """Measure how far off the parts of a step are that `penstock profile` shows.
 
     Needs root, for emulated hosts. A training of 120 steps takes 30 s or so.
     """
     check_files(json_path=json_path, report_path=None)
+    if pipeline and layers:
+        raise click.UsageError("--pipeline and --layers are two trainings: give one of them")
     outcomes: list[Outcome] = []
     with reporting_errors():
         description = machine.describe()
         for seed in range(first, first + runs):
-            plan = breakdown_stages.drawn(seed) if pipeline else drawn(seed)
+            draw = breakdown_stages.drawn if pipeline else breakdown_layers.drawn if layers else drawn
+            plan = draw(seed)
             found = measure(replace(plan, steps=steps), timeout_s=timeout)
             worst = max((one for one in found if one.is_judged), key=lambda one: abs(one.miss))
             say(f"{seed}: furthest off is {worst.category} of rank {worst.rank}: {worst.miss:+.1%}")
@@ -134,7 +145,7 @@ def command(runs: int, first: int, steps: int, pipeline: bool, timeout: float, j
         result_console().print(table(outcomes).for_terminal())
 
 
-def measure(plan: Plan | breakdown_stages.Stages, *, timeout_s: float) -> list[Outcome]:
+def measure(plan: Planted, *, timeout_s: float) -> list[Outcome]:
     """Run a training, recorded.
 
     Raises:
@@ -142,17 +153,25 @@ def measure(plan: Plan | breakdown_stages.Stages, *, timeout_s: float) -> list[O
     """
     bed = [sys.executable, "-m", "penstock", "testbed", "run", "--quiet", "--hosts", "2"]
     bed += ["--rate", f"{plan.rate_mbit:g}", "--timeout", f"{timeout_s:g}"]
+    script, of_rank = _program(plan)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as notes:
-        is_pipeline = isinstance(plan, breakdown_stages.Stages)
-        script = "breakdown_stage" if is_pipeline else "breakdown_rank"
         train = [sys.executable, "-m", f"penstock.tools.bench.{script}", json.dumps(asdict(plan)), notes]
         ranks = recorded([*bed, "--", *train], Path(folder), f"seed {plan.seed}")
         noted = [json.loads(Path(notes, f"{rank}.json").read_text()) for rank in range(2)]
         disturbed = {
             step.number for each in ranks for step in each.steps if any(span.phase == "profiler" for span in step.spans)
         }
-        of_rank = breakdown_stages.rows if is_pipeline else rows
         return judged(plan.seed, divide(ranks).shares, [of_rank(noted, rank) for rank in range(2)], disturbed)
+
+
+def _program(plan: Planted) -> tuple[str, Callable[[Any, int], list[dict[str, float]]]]:
+    """The ranks' program, and what it makes of their notes."""
+    match plan:
+        case breakdown_stages.Stages():
+            return "breakdown_stage", breakdown_stages.rows
+        case breakdown_layers.Layers():
+            return "breakdown_layer", breakdown_layers.rows
+    return "breakdown_rank", rows
 
 
 def judged(
@@ -173,9 +192,10 @@ def judged(
             for at, row in enumerate(rows[share.rank])
             if at >= WARM_UP_STEPS
         ]
+        purposes = [purpose for purpose in NAMED if any(purpose in row for row in counted)]
         means = {
             category: statistics.fmean(row[category] for row in counted if category in row) / 1e6
-            for category in (*WORK, *MOVING, "step")
+            for category in (*WORK, *MOVING, *purposes, "step")
         }
         means["exposed"] = means["exposed wire"] + means["exposed wait"]
         moving = share.communication.values()
@@ -188,9 +208,10 @@ def judged(
             "hidden wait": sum(one.hidden_wait_ns for one in moving),
             "step": share.unprofiled_ns,
         }
+        told |= {purpose: share.communication.get(purpose, Moving()).exposed_ns for purpose in purposes}
         found += [
             Outcome(seed, share.rank, category, means[category], told[category] / 1e6, means["step"])
-            for category in (*WORK, "exposed", *MOVING, "step")
+            for category in (*WORK, "exposed", *MOVING, *purposes, "step")
         ]
     return found
 
@@ -234,7 +255,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     ]
     lines = [
         _line(category, [one for one in outcomes if one.category == category])
-        for category in (*WORK, "exposed", *MOVING, "step")
+        for category in (*WORK, "exposed", *MOVING, *NAMED, "step")
     ]
     return Table("Parts of a step, beside the script's own clock", columns, [line for line in lines if line])
 

@@ -100,7 +100,8 @@ def drawn(seed: int, changes: Sequence[str] = CHANGES) -> Pair:
         micro = draw.choice([each for each in (2, 4, 8) if each <= pair.batch])
         return replace(pair, schedule=before, micro_batches=micro, becomes=after)
     if change == "an aggregator":
-        return replace(pair, backend="penstock", ranks=4)
+        # Aggregators in software, on the processors that compute, carry little more.
+        return replace(pair, backend="penstock", ranks=4, rate_mbit=draw.choice([50.0, 100.0, 200.0]))
     return pair
 
 

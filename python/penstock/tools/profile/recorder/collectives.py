@@ -35,6 +35,8 @@ _METHODS = (
 
 _MOST = 100_000
 """Calls that are kept of a step."""
+AT_ONCE_NS = 100_000
+"""From the end of a call until it is waited for: less where a blocking function of torch.distributed does both."""
 
 
 class Recording(Protocol):
@@ -342,7 +344,10 @@ def _patch_wait(kind: type, active: Callable[[], Recording | None]) -> None:
                 recording.marks.wait(start_ns, end_ns)
             else:
                 known.waited_ns = end_ns
-                recording.marks.wait(start_ns, end_ns, known.operation, known.group)
+                # Who waits at once has called a blocking function, which stands in the operation since it began: up to half a
+                # millisecond of that is what sends the first bytes.
+                is_blocking = calls.last is known and start_ns - known.end_ns < AT_ONCE_NS
+                recording.marks.wait(known.start_ns if is_blocking else start_ns, end_ns, known.operation, known.group)
 
     with contextlib.suppress(TypeError):  # not all types of a backend in C can be changed
         setattr(kind, "wait", wait)  # noqa: B010  (mypy knows that it is a method)
