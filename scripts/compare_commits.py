@@ -325,7 +325,7 @@ class AsyncAllReduce(AllReduce):
 class LargeAllReduce(Case):
     """all-reduce of 64 MiB"""
 
-    operations = 8
+    operations = 4
 
     def __init__(self, rank: int) -> None:
         import torch

@@ -1511,6 +1511,7 @@ def _fork_and_use() -> tuple[list[tuple[list[str], str]], dict[str, dict[int, st
         finally:
             os._exit(0)
     os.close(writing)
+    dist.barrier()  # else the other rank's receive might have ended before it forks
     dist.send(torch.ones(3), dst=1 - rank)
     pending.wait()
     same(received, 1.0)

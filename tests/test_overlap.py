@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import os
 import pathlib
 import random
@@ -228,6 +229,47 @@ def _without_a_reducer() -> int:
     reducer.close()
     dist.destroy_process_group()
     return pending
+
+
+def test_three_ranks_have_the_bits_of_a_loop_over_their_averages() -> None:
+    """Any floats: each average is that of one of the three orders in which three numbers can be added, the same on all ranks,
+    and weights are those of a loop that takes these averages. Steps are late on the way."""
+    with testbed.Testbed(hosts=3, link=testbed.LinkSpec(rate_mbit=100)) as bed:
+        ended = ranks.run(_any_floats, count=3, bed=bed)
+    assert all(pending > 0 for pending, _ in ended), ended
+    assert ended[0][1] == ended[1][1] == ended[2][1]
+
+
+def _any_floats() -> tuple[int, bytes]:
+    dist.init_process_group("penstock")
+    sizes = [1, 70_000, 3, 20_000, 500, 40_000]
+
+    def numbers(rank: int, step: int) -> list[torch.Tensor]:
+        draw = torch.Generator().manual_seed(1000 * step + rank)
+        return [torch.randn(size, generator=draw) for size in sizes]
+
+    plain, other = ([nn.Parameter(torch.ones(size)) for size in sizes] for _ in range(2))
+    adams = [torch.optim.AdamW(parameters, lr=0.01) for parameters in (plain, other)]
+    reducer = GradientReducer(other, bucket_bytes=50_000, optimizer=adams[1])
+    pending = 0
+    for step in range(6):
+        adams[1].zero_grad()
+        mine = numbers(dist.get_rank(), step)
+        sum((parameter * number).sum() for parameter, number in zip(other, mine, strict=True)).backward()
+        adams[1].step()
+        pending += sum(isinstance(parameter, PendingParameter) for parameter in other)
+        for one, another, a, b, c in zip(plain, other, *(numbers(rank, step) for rank in range(3)), strict=True):
+            assert another.grad is not None
+            one.grad = another.grad.detach().clone()
+            orders = torch.stack([(a + b) + c, (a + c) + b, (b + c) + a]) / 3
+            assert bool((one.grad == orders).any(0).all()), (step, one.numel())
+        adams[0].step()
+        for one, another in zip(plain, other, strict=True):
+            assert torch.equal(one, another), step
+    weights = torch.cat([one.detach() for one in plain]).numpy().tobytes()
+    reducer.close()
+    dist.destroy_process_group()
+    return pending, hashlib.sha256(weights).digest()
 
 
 # ------------------------------------------------------------------------------------------------- one rank alone overlaps
