@@ -290,7 +290,15 @@ def test_purposes_of_communication(profiled: Any, backend: str) -> None:
             assert by_purpose["tensor"].group.startswith("TENSOR_MODEL_PARALLEL_GROUP:")
             assert by_purpose["pipeline send"].bytes == by_purpose[received].bytes == 4 * 8 * 64
         outer = job.readings("around wait", rank)
-        # What is waited for at once is a wait since its call began, which is before that reading.
+        # A blocking sum is a wait since its call began, before the backend had it.
+        waits_of = {step.number: step.waits for step in record.steps}
+        for sample in record.samples:
+            issued_ns = next(one.issued_ns for one in sample.operations if one.purpose == "tensor")
+            assert any(
+                wait.start_ns <= issued_ns < wait.end_ns and wait.group.startswith("TENSOR")
+                for wait in waits_of[sample.step]
+            )
+        # So is what is waited for at once, which is before that reading.
         ends = [wait.end_ns for step in record.steps for wait in step.waits if wait.operation == "all_reduce"]
         assert sum(is_within((end, end), one) for end in ends for one in outer) == STEPS
     groups = [{one.group for one in record.samples[0].operations} for record in job.records]

@@ -513,7 +513,8 @@ fn figures(lossless: &Scenario, all: bool) {
     for (number, (what, faults)) in cases.into_iter().take(if all { 3 } else { 1 }).enumerate() {
         let outcome = check(&Scenario { faults: spread(faults, with_loss.arrived), ..lossy.clone() });
         let ratio = show(what, &outcome);
-        let is_fast = all || number != 0 || ratio <= 1.3; // one run of thousands is printed, and differs by some percent from rule to rule
+        // The run of thousands has 1.28 to 1.32, from one rule to the next (docs/benchmarks).
+        let is_fast = number != 0 || ratio <= if all { 1.35 } else { 1.3 };
         assert!(outcome.fallen == 0 && is_fast, "{} fallen, {ratio:.2} times", outcome.fallen);
     }
 }

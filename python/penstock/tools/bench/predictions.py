@@ -191,7 +191,7 @@ def _profiled(pair: Pair, settings: Mapping[str, str | float], steps: int, timeo
         usual["PENSTOCK_STREAMS"] = str(pair.streams)
     if pair.ranks > 2:
         bed = [sys.executable, "-m", "penstock.tools.bench.aggregated.through"]
-        bed += [str(pair.ranks), f"{pair.rate_mbit:g}", pair.number]
+        bed += [str(pair.ranks), f"{pair.rate_mbit:g}", pair.number, f"{timeout_s:g}"]
     else:
         bed = [sys.executable, "-m", "penstock", "testbed", "run", "--quiet", "--hosts", "2"]
         bed += ["--rate", f"{pair.rate_mbit:g}", *(["--flow", f"{pair.flow_mbit:g}"] if pair.flow_mbit else [])]

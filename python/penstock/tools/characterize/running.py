@@ -43,7 +43,7 @@ class RunFailed(PenstockError):
 
 
 def command_of(cell: Cell, steps: int, seed: int, *, memory: int = 0, checkpoint: str = "") -> list[str]:
-    """What runs the ranks of a cell; not for ``aggregated``, whose daemons come first.
+    """What runs the ranks of a cell; of ``aggregated``, whose daemons come first, what stands behind ``--``.
 
     Args:
         checkpoint: the file name before a rank and ``.pt``, for a cell with checkpoints.
@@ -93,7 +93,7 @@ def run(cell: Cell, repeat: int, *, steps: int, seed: int, folder: Path, timeout
     inner = command_of(cell, steps, seed + repeat, checkpoint=checkpoint)
     if cell.transport == "aggregated":
         behind = [sys.executable, "-m", "penstock.tools.bench.aggregated.through"]
-        inner = [*behind, str(cell.ranks), f"{cell.link_mbit:g}", "int32", *inner[inner.index("--") + 1 :]]
+        inner = [*behind, str(cell.ranks), f"{cell.link_mbit:g}", "int32", "0", *inner[inner.index("--") + 1 :]]
     profile = [sys.executable, "-m", "penstock", "profile", "-o", str(records), "--json", str(table), "--", *inner]
     try:
         code, said = _finished(profile, environment_of(cell, os.environ), timeout_s)

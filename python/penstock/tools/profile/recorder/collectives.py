@@ -344,8 +344,8 @@ def _patch_wait(kind: type, active: Callable[[], Recording | None]) -> None:
                 recording.marks.wait(start_ns, end_ns)
             else:
                 known.waited_ns = end_ns
-                # Who waits at once has called a blocking function, which stands in the operation since it began: up to half a
-                # millisecond of that is what sends the first bytes.
+                # Who waits at once has called a blocking function, which stands in the operation since it began: 0.3 to 0.7 ms of
+                # that send the first bytes.
                 is_blocking = calls.last is known and start_ns - known.end_ns < AT_ONCE_NS
                 recording.marks.wait(known.start_ns if is_blocking else start_ns, end_ns, known.operation, known.group)
 
