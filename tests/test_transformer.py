@@ -158,6 +158,7 @@ def test_too_little_memory_is_told_and_no_crash() -> None:
     [
         (["--batch", "7", "--micro-batch", "2"], "a batch of 7 is no multiple of 2 sequences"),
         (["--parallel", "pipeline"], "a pipeline needs two ranks"),
+        (["--schedule", "gpipe"], "add --parallel pipeline"),
         (
             ["--parallel", "pipeline", "--schedule", "interleaved", "--batch", "4", "--micro-batch", "2"],
             "needs two ranks",

@@ -279,9 +279,8 @@ fn missing() {
     assert_eq!(named(3, 0b010), [], "was never sent");
 }
 
-/// A server that names a block every millisecond for two seconds gets it three times at once, and then at intervals that double, up to the longest
-/// time-out: what
-/// was pushed before may wait in a queue.
+/// A server that names a block every millisecond for two seconds gets it three times at once, and then at intervals that double, up
+/// to the longest time-out.
 #[test]
 fn named_again_and_again() {
     let mut worker = worker(2);

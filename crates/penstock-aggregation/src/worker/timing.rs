@@ -181,9 +181,8 @@ impl Worker {
         (once.max(MILLISECOND) << (misses - 1).min(MAX_BACKOFF)).min(self.longest())
     }
 
-    /// How long after a block was pushed again, for the so-many-th time, it is not pushed once more only because the server lacks it. It
-    /// may wait in a queue, and a block for each time that it is named would make that queue longer than it gets shorter. Twice in a row a
-    /// block may well be lost.
+    /// The least time between two pushes of a block that the server names as missing, once it was pushed again `repeats` times. A block may
+    /// be lost a few times in a row. What is named more often waits in a queue, which a push for each name would keep full.
     pub(super) fn spacing(&self, repeats: u8) -> u64 {
         match u32::from(repeats).checked_sub(FREE_REPEATS) {
             None => 0,
@@ -212,7 +211,7 @@ impl Worker {
     }
 }
 
-/// So often a block is pushed again as soon as it is named.
+/// A named block is pushed again at once as many times.
 const FREE_REPEATS: u32 = 3;
 /// An aggregator that stalled is tried again after a minute at the latest.
 const MAX_DISTRUST: u64 = 60 * SECOND;

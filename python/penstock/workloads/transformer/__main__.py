@@ -78,10 +78,12 @@ def _train(args: argparse.Namespace) -> None:
     count = args.batch // micro // replicas
     stages = 1
     if args.parallel == "pipeline":
-        order, stages = SCHEDULES[args.schedule]
+        order, stages = SCHEDULES[args.schedule or "1f1b"]
         if stages > 1 and count % world:
             sys.exit(f"an interleaved schedule of {world} ranks takes a multiple of {world} micro-batches, not {count}")
         trained = _pipeline(shape, (micro, sequence, shape.width), order, stages)
+    elif args.schedule:
+        sys.exit("--schedule is a pipeline's: add --parallel pipeline")
     else:
         trained = _data_parallel(shape)
     optimizer = torch.optim.AdamW(trained.model.parameters(), lr=1e-3)
@@ -167,8 +169,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=sorted(MODELS))
     parser.add_argument("--parallel", choices=("data", "pipeline"), default="data", help="all ranks")
-    told = "of a pipeline; interleaved: with two stages a rank"
-    parser.add_argument("--schedule", choices=sorted(SCHEDULES), default="1f1b", help=told)
+    told = "of a pipeline; default: 1f1b; interleaved: with two stages a rank"
+    parser.add_argument("--schedule", choices=sorted(SCHEDULES), help=told)
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, of all ranks together")
     parser.add_argument("--micro-batch", type=int, default=0, help="sequences at a time; 0: a replica's all at once")
     parser.add_argument("--sequence", type=int, default=0, help="tokens of a sequence; 0: all that the model sees")

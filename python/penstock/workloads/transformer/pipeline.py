@@ -39,8 +39,7 @@ class Pipeline:
     ) -> None:
         self._own, self._states, self._order = stages, states, order
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._count = len(stages) * self._ranks
-        self._widths = widths(model, self._count)
+        self._widths = widths(model, len(stages) * self._ranks)
         # First and last: the weight that both have a copy of.
         ends = [0, self._ranks - 1]
         self._embedding = dist.new_group(ends, group_desc="EMBEDDING_GROUP")
