@@ -20,7 +20,6 @@ use self::listen::Listeners;
 use self::names::Names;
 use self::threads::Threads;
 use crate::arbiter::Arbiter;
-use crate::claims::Claims;
 use crate::close_reason::CloseReason;
 use crate::contact::Contact;
 use crate::fds::Fd;
@@ -226,19 +225,7 @@ impl Driver {
             listeners: Listeners::default(),
             sockets: HashMap::new(),
             next_token: FIRST_SOCKET,
-            peers: Peers {
-                machines: Vec::new(),
-                added: Vec::new(),
-                dirty: Vec::new(),
-                is_dirty: Vec::new(),
-                urgency: Urgency::default(),
-                troubles: Vec::new(),
-                orders: VecDeque::new(),
-                claims: Claims::new(threads),
-                counts: vec![ThreadCounts::default(); threads],
-                now: Time(0),
-                buffer_bytes: 0,
-            },
+            peers: Peers::new(threads),
             connections: Vec::new(),
             gone: Vec::new(),
             complained: None,

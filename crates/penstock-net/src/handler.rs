@@ -160,6 +160,23 @@ pub(crate) enum Order {
 }
 
 impl Peers {
+    /// No peers yet, of a loop with so many threads.
+    pub(crate) fn new(threads: usize) -> Peers {
+        Peers {
+            machines: Vec::new(),
+            added: Vec::new(),
+            dirty: Vec::new(),
+            is_dirty: Vec::new(),
+            urgency: Urgency::default(),
+            troubles: Vec::new(),
+            orders: VecDeque::new(),
+            claims: Claims::new(threads),
+            counts: vec![ThreadCounts::default(); threads],
+            now: Time(0),
+            buffer_bytes: 0,
+        }
+    }
+
     /// A new peer, not connected yet. Its number is the next one, or that of a peer that is gone ([`Handler::left`],
     /// [`Handler::lost`]).
     pub fn add(&mut self, peer: PeerId, contact: Contact) {

@@ -15,7 +15,7 @@ use generate::generate;
 use network::Paths;
 use penstock_plan::Algorithm;
 use penstock_testing::on_all_cores;
-use penstock_types::{DType, FailureKind, MILLISECOND, ReduceOp, SECOND};
+use penstock_types::{DType, FailureKind, MILLISECOND, Priority, ReduceOp, SECOND};
 use program::{Fault, How, Program, ProgramCall, ProgramGroup, Step, What, Wrong};
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -297,6 +297,34 @@ fn a_rank_that_ends_repeats_acknowledgements_that_are_lost() {
         };
         assert_eq!(world::results(&program, 0), [Some(Ok(())), Some(Ok(()))], "{elements} elements, {at} ms");
     });
+}
+
+/// Bulk waits for an urgent message that began after it, though they have no stream in common: if the same rank sends both, and if the
+/// same rank receives both. A usual message holds up no other.
+#[test]
+fn bulk_between_other_ranks_gives_way() {
+    for bulk in [(0, 1), (1, 2)] {
+        let ends = |priority: Priority| {
+            let mut program = scripted(What::Barrier, 1_000_000, 50, vec![Vec::new(); 3]);
+            (program.streams, program.wrong, program.calls) = (4, None, program.calls[..2].to_vec());
+            program.calls[1].priority = priority.0;
+            for (call, (from, to)) in program.calls.iter_mut().zip([bulk, (0, 2)]) {
+                call.what = What::Message { from, to, tag: 0, any_source: false };
+            }
+            let follows = |rank| {
+                let own = (0..2).filter(|call| program.takes_part(*call, rank));
+                let issues = own.clone().flat_map(|call| [Step::Pause(call as u64 * MILLISECOND), Step::Issue(call)]);
+                let begins = [Step::Join(0), Step::Pause(SECOND)];
+                begins.into_iter().chain(issues).chain(own.map(Step::Wait)).collect()
+            };
+            program.steps = (0..3).map(follows).collect();
+            world::ends(&program)
+        };
+        let (usual, urgent) = (ends(Priority::USUAL), ends(Priority::LEAST_URGENT));
+        // Each alone takes 10 ms.
+        assert!(urgent[0].since(urgent[1]) >= 8 * MILLISECOND, "{bulk:?}: {urgent:?}");
+        assert!(usual[1].since(usual[0]) <= 2 * MILLISECOND, "{bulk:?}: {usual:?}");
+    }
 }
 
 /// Threads stand still within their claims while streams stand still or are lost and come back, and while ranks die or leave: what ends

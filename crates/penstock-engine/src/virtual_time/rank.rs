@@ -92,8 +92,8 @@ pub(super) struct Issued {
     input: Vec<u8>,
     /// With a guard on both sides.
     output: Vec<u8>,
-    /// Ended, and looked at.
-    pub(super) is_over: bool,
+    /// When it had ended, and was looked at.
+    pub(super) over_at: Option<Time>,
 }
 
 impl<'a> Rank<'a> {
@@ -320,7 +320,7 @@ impl<'a> Rank<'a> {
         let channel = ChannelId(earlier as u32 + 1);
         let scope = Scope { group: id(home), channel };
         let issued =
-            Issued { ticket: Ticket::default(), at: now, input: Vec::new(), output: guarded(0), is_over: false };
+            Issued { ticket: Ticket::default(), at: now, input: Vec::new(), output: guarded(0), over_at: None };
         let open = Open { channel, name: format!("group {home}/channel {group}").into(), is_vigil, timeout };
         self.post(network, Command::Open(id(home), open, issued.ticket.promise()), &issued.ticket);
         if algorithm.is_some() {
@@ -349,7 +349,7 @@ impl<'a> Rank<'a> {
             let own = model::contribution(self.program, call, place, part.output);
             output[GUARD_BYTES..][..part.output].copy_from_slice(&own);
         }
-        let mut issued = Issued { ticket: Ticket::default(), at: now, input, output, is_over: false };
+        let mut issued = Issued { ticket: Ticket::default(), at: now, input, output, over_at: None };
         let command = Command::Start(
             self.scope(given.group),
             Call {
@@ -397,7 +397,7 @@ impl<'a> Rank<'a> {
         let tolerance = self.program.tolerance();
         let away = self.away();
         for (call, issued) in &mut self.user.calls {
-            if issued.is_over {
+            if issued.over_at.is_some() {
                 continue;
             }
             let timeout = self.program.calls[*call].timeout;
@@ -405,11 +405,11 @@ impl<'a> Rank<'a> {
             match issued.ticket.result() {
                 None if now.since(issued.at) > timeout + LATE_AT_MOST + away => {
                     complaints.push(format!("late: call {call} on rank {} has not ended in time", self.rank));
-                    issued.is_over = true;
+                    issued.over_at = Some(now);
                 }
                 None => {}
                 Some(result) => {
-                    issued.is_over = true;
+                    issued.over_at = Some(now);
                     match result {
                         Ok(()) => complaints.extend(issued.check(self.program, *call, self.rank)),
                         Err(failure) => {
@@ -488,7 +488,7 @@ impl<'a> Rank<'a> {
             }
             // To the end, whatever it finds: a loop that may stop early compares one byte at a time.
             let is_scribble = |buffer: &[u8]| buffer.iter().fold(0, |odd, byte| odd | (byte ^ SCRIBBLE)) == 0;
-            if issued.is_over && !(is_scribble(&issued.input) && is_scribble(&issued.output)) {
+            if issued.over_at.is_some() && !(is_scribble(&issued.input) && is_scribble(&issued.output)) {
                 complaints.push(format!("written: a buffer of call {call} on rank {}, after its end", self.rank));
             }
         }

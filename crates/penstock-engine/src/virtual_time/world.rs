@@ -48,6 +48,15 @@ pub(super) fn joined(program: &Program) -> Vec<BTreeMap<usize, Time>> {
     world.ranks.into_iter().map(|rank| rank.user.joined).collect()
 }
 
+/// Runs a program in which every call ends well; when a call had ended on all its ranks, by call.
+pub(super) fn ends(program: &Program) -> Vec<Time> {
+    let mut world = World::new(program);
+    world.run();
+    assert_eq!(world.complaints, Vec::<String>::new());
+    let ends = |call| world.ranks.iter().filter_map(move |rank| rank.user.calls.get(&call)?.over_at);
+    (0..program.calls.len()).map(|call| ends(call).max().expect("it was made")).collect()
+}
+
 struct World<'a> {
     program: &'a Program,
     network: Network,
@@ -155,7 +164,8 @@ impl<'a> World<'a> {
         self.check_vigils();
         for rank in &self.ranks {
             if rank.engine.is_some() && self.complaints.is_empty() {
-                let waits: Vec<usize> = rank.user.calls.iter().filter(|(_, i)| !i.is_over).map(|(c, _)| *c).collect();
+                let waits: Vec<usize> =
+                    rank.user.calls.iter().filter(|(_, i)| i.over_at.is_none()).map(|(c, _)| *c).collect();
                 let steps = rank.user.steps.len();
                 self.complaints.push(format!("hang: rank {} has {steps} steps left, calls {waits:?}", rank.rank));
             }

@@ -104,6 +104,7 @@ const LOOK_AGAIN: u64 = MILLISECOND;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::handler::Peers;
     use penstock_stream::MessageKey;
     use penstock_stream::fingerprint::Fingerprint;
     use penstock_stream::frame::{Kind, NumberSpace};
@@ -143,6 +144,29 @@ mod tests {
             data.extend((header.kind == Kind::Data).then_some(header.key.op.0));
         }
         data
+    }
+
+    /// Peers have their turns by the most urgent that each has to send, in whatever order they were touched.
+    #[test]
+    fn the_most_urgent_peer_has_the_first_turn() {
+        let chosen = std::env::var("PENSTOCK_SEED").ok().and_then(|seed| seed.parse().ok());
+        for seed in chosen.map_or(0..30, |seed: u64| seed..seed + 1) {
+            let mut rng = fastrand::Rng::with_seed(seed);
+            let mut peers = Peers::new(1);
+            let mut priorities: Vec<i32> = (-3..4).collect();
+            rng.shuffle(&mut priorities);
+            for (peer, priority) in (0..).zip(&priorities) {
+                peers.machines.push(Peer::new(PeerConfig::default(), Time(0)));
+                peers.is_dirty.push(false);
+                peers.machine(peer).stream_up(0, Time(0));
+                send(peers.machine(peer), 0, Priority(*priority));
+            }
+            let mut turns = peers.take_dirty();
+            turns.reverse();
+            let served: Vec<i32> = turns.iter().map(|peer| priorities[*peer as usize]).collect();
+            assert!(served.len() == 7 && served.is_sorted(), "seed {seed}: {served:?}");
+            assert_eq!(peers.take_dirty(), Vec::<PeerId>::new(), "seed {seed}");
+        }
     }
 
     /// Processes of the host claim its card and another host's rank asks for pauses, each for as long as it likes and whenever it likes:
