@@ -26,6 +26,7 @@ from penstock import elastic
 from penstock.errors import PeerLost
 from penstock.runtime import process
 from penstock.tools import testbed
+from penstock.tools.bench import training_rank
 from penstock.torch import GradientReducer
 from penstock.training.deferral import PendingParameter
 from penstock.tune import Options, Setting, State
@@ -193,39 +194,47 @@ def _whole_numbers() -> int:
     return pending
 
 
-def test_two_ranks_have_the_bits_of_a_loop_without_a_reducer() -> None:
-    """Any floats: of two numbers a sum is the same in any order, and a half is exact. Steps are late on the way."""
+@pytest.mark.parametrize("which", ["layers", "char-gpt", "cnn"])
+def test_two_ranks_have_the_bits_of_a_loop_without_a_reducer(which: str) -> None:
+    """Any floats: of two numbers a sum is the same in any order, and a half is exact. Steps are late on the way. So it is with
+    the models that `penstock bench training` measures."""
     with testbed.Testbed(hosts=2, link=testbed.LinkSpec(rate_mbit=100)) as bed:
-        pending = ranks.run(_without_a_reducer, count=2, bed=bed)
+        pending = ranks.run(functools.partial(_without_a_reducer, which), count=2, bed=bed)
     assert all(each > 0 for each in pending), pending
 
 
-def _without_a_reducer() -> int:
+def _without_a_reducer(which: str) -> int:
     dist.init_process_group("penstock")
+    torch.set_num_threads(1)
     torch.manual_seed(1)
-    layers = [part for _ in range(4) for part in (nn.Linear(96, 96), nn.GELU())]
-    plain = nn.Sequential(*layers)
+    if which == "layers":
+        plain: nn.Module = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(96, 96), nn.GELU())))
+        bucket_bytes, steps = 30_000, 8
+    else:
+        make, batch = training_rank.MODELS[which]
+        plain = make()
+        bucket_bytes, steps = 1 << 20, 4
     other = copy.deepcopy(plain)
     adams = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (plain, other)]
-    reducer = GradientReducer(other, bucket_bytes=30_000, optimizer=adams[1])
-    data = torch.Generator().manual_seed(dist.get_rank())
+    reducer = GradientReducer(other, bucket_bytes=bucket_bytes, optimizer=adams[1])
+    torch.manual_seed(dist.get_rank())
     pending = 0
-    for step in range(8):
-        given = torch.randn(8, 96, generator=data)
+    for step in range(steps):
+        given = (torch.randn(8, 96),) if which == "layers" else batch(1)
         adams[0].zero_grad()
-        plain(given).square().mean().backward()
+        plain(*given).square().mean().backward()
         for parameter in plain.parameters():
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad)
             parameter.grad /= 2
         adams[0].step()
         adams[1].zero_grad()
-        other(given).square().mean().backward()
+        other(*given).square().mean().backward()
         adams[1].step()
         pending += sum(isinstance(parameter, PendingParameter) for parameter in other.parameters())
         if step % 4 == 3:
-            for one, another in zip(plain.parameters(), other.parameters(), strict=True):
-                assert torch.equal(one, another), step
+            for (name, one), another in zip(plain.named_parameters(), other.parameters(), strict=True):
+                assert torch.equal(one, another), (step, name)
     reducer.close()
     dist.destroy_process_group()
     return pending

@@ -93,6 +93,7 @@ impl Walk {
             workers: WORKERS.to_vec(),
             heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
             idle_every: ServerConfig::IDLE_EVERY,
+            returns_after: 0,
         };
         let mut walk = Walk {
             seed,

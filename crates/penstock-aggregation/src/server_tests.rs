@@ -24,6 +24,7 @@ fn config(format_bytes: usize) -> ServerConfig {
         held_blocks: None,
         heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
         idle_every: ServerConfig::IDLE_EVERY,
+        returns_after: 0,
     }
 }
 
@@ -328,6 +329,29 @@ fn a_detour() {
     let mut results: Vec<Endpoint> = sent(&mut server).iter().map(|(to, ..)| *to).collect();
     results.sort();
     assert_eq!(results, [Endpoint(0), Endpoint(1), ROW]);
+}
+
+/// Two threads of a node disagree, packet by packet, whether they hear the aggregator above: it is bypassed all the time, and is not any
+/// more when neither has said for a while that it does not.
+#[test]
+fn threads_that_disagree() {
+    let config = ServerConfig { returns_after: ServerConfig::RETURNS_AFTER, ..config(4) };
+    let mut server = Server::new(Time(0), config);
+    let say = |server: &mut Server, at: u64, flags| {
+        let packet = Header { flags, ..header(Kind::HeartbeatUp, 0b1, 0, 0) }.encode(&[], None);
+        server.handle_packet(Time(at), Endpoint(0), &packet).unwrap();
+        (server.bypassed().count(), server.paths.number)
+    };
+    for round in 0..100 {
+        let at = round * MILLISECOND;
+        assert_eq!(say(&mut server, at, FLAG_LOST), (1, 1));
+        assert_eq!(say(&mut server, at + 1, 0), (1, 1));
+    }
+    let back = 99 * MILLISECOND + ServerConfig::RETURNS_AFTER;
+    assert_eq!(say(&mut server, back - 1, 0), (1, 1));
+    assert_eq!(say(&mut server, back, 0), (0, 2));
+    // Where it was not said lately, the first word counts.
+    assert_eq!(say(&mut server, back + 1, FLAG_LOST), (1, 3));
 }
 
 /// The row dies. Its racks' workers notice, one by one; when both racks seem dead, the row is bypassed as well, the racks hear from

@@ -159,6 +159,7 @@ impl Cluster {
             workers: (0..shape.world).map(Endpoint).collect(),
             heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
             idle_every: ServerConfig::IDLE_EVERY,
+            returns_after: ServerConfig::RETURNS_AFTER,
         };
         let rack = |rack: &Vec<u8>| {
             let mut aggregator = Aggregator::new(Limits { jobs: 1, slots: 64, memory_bytes: 1 << 20 });

@@ -163,8 +163,10 @@ class Server:
     def remove(self, kind: str, name: str) -> None:
         """Serve ``kind`` ("request", "push" or "pull") of this name no longer. Calls that were accepted go on."""
         self._core.serve(kind, name, False)
-        if handler := self._handlers.pop((kind, name), None):
+        if handler := self._handlers.get((kind, name)):
+            # In this order: a call that was accepted finds it in one of the two.
             self._removed[kind, name] = handler
+            self._handlers.pop((kind, name), None)
 
     def stats(self) -> dict[str, int]:
         """Its ``clients``, their ``calls`` that have not ended, the bytes of these that are here (``held_bytes``), and how many

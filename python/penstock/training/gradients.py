@@ -67,7 +67,8 @@ class GradientReducer(StepChecks):
             2019). Four bytes a parameter. The kept remainders belong to this object: they begin with zeros, are no part of a
             checkpoint, and are lost with the reducer, and when a step fails (docs/guide/compression.md).
         priority: how urgent gradients are (docs/guide/priority.md): 0 the most, 255 the least. Each rank sends by its own. Sparse
-            gradients have the usual one. With ``optimizer`` a bucket's is 1 to 16 higher, the first layers' the least.
+            gradients have the usual one. With ``optimizer`` a bucket's is 1 to 16 higher, the first layers' the least; what is
+            urgent (below 128) stays so.
         broadcast: give all ranks the parameters (and a module's buffers) of rank 0 now, as DDP does.
         optimizer: the model's, to let gradients arrive during the next step (docs/guide/gradients.md, "Steps that overlap"):
             ``backward`` returns before they are there, and what ``step()`` does not find is stepped when it is used.

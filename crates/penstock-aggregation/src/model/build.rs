@@ -71,6 +71,8 @@ pub(super) fn new_server(scope: Scope, epoch: u16) -> Server {
         workers: WORKERS.to_vec(),
         heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
         idle_every: ServerConfig::IDLE_EVERY,
+        // There is no time in the model.
+        returns_after: 0,
     };
     Server::with_rules(NOW, config, scope.rules)
 }

@@ -51,8 +51,9 @@ struct Standing {
     pushed: Vec<u64>,
     /// Children that hear nothing from the aggregator, a bit for each.
     lost: u64,
-    /// Those that have said so lately ([`SAID_AGAIN`]).
+    /// Those that have said so lately ([`SAID_AGAIN`]), and when each did last.
     said: u64,
+    said_at: Vec<Time>,
     is_bypassed: bool,
 }
 
@@ -80,6 +81,7 @@ impl Paths {
                 table: Table::new(tenant, Shard::WHOLE),
                 lost: 0,
                 said: 0,
+                said_at: vec![Time(0); hop.kids.len()],
                 is_bypassed: false,
             }
         };
@@ -177,10 +179,14 @@ impl Server {
             return;
         }
         let standing = self.paths.of_mut(hop);
-        let bit = u64::from(is_lost) << child;
-        standing.said |= bit;
-        let lost = standing.lost & !(1 << child) | bit;
-        if std::mem::replace(&mut standing.lost, lost) != lost {
+        let (before, bit) = (standing.lost, 1 << child);
+        if is_lost {
+            (standing.said, standing.lost) = (standing.said | bit, before | bit);
+            standing.said_at[child] = now;
+        } else if now.since(standing.said_at[child]) >= self.config.returns_after {
+            standing.lost &= !bit;
+        }
+        if standing.lost != before {
             self.settle_paths(now);
         }
     }

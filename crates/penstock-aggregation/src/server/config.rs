@@ -42,6 +42,10 @@ pub struct ServerConfig {
     /// How often Ack and Credit are sent while no blocks are in flight. Workers take an aggregator for dead when they hear
     /// nothing through it for [`crate::Timing::path_dead_after`], a few times this.
     pub idle_every: u64,
+    /// For how long a node may not have said that it hears nothing from the aggregator above it, to be believed when it says that it
+    /// does. Its threads have their own ways, and each hears every few heartbeats: while one is lost and another is not, the path would
+    /// change with each packet.
+    pub returns_after: u64,
 }
 
 impl ServerConfig {
@@ -49,6 +53,8 @@ impl ServerConfig {
     pub const HEARTBEAT_EVERY: u64 = 2 * MILLISECOND;
     /// See [`ServerConfig::HEARTBEAT_EVERY`].
     pub const IDLE_EVERY: u64 = 100 * MILLISECOND;
+    /// Four heartbeats.
+    pub const RETURNS_AFTER: u64 = 4 * ServerConfig::HEARTBEAT_EVERY;
     /// See [`ServerConfig::stand_ins`]: the number in daemons and simulations. With racks of 32, 256 slots and the longest blocks they
     /// take 1.2 GB.
     pub const STAND_INS: usize = 16;

@@ -24,6 +24,7 @@ fn nodes(workers: u32, limit: u32) -> (Server, Vec<Worker>) {
         held_blocks: Some(limit),
         heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
         idle_every: ServerConfig::IDLE_EVERY,
+        returns_after: 0,
     };
     let worker = |number: u32| WorkerConfig {
         job: 5,

@@ -1,6 +1,6 @@
 //! A client: its thread, and the calls that callers make.
 
-use super::connection::{self, Connection, Direction, SERVER, Span};
+use super::connection::{self, Connection, Direction, Inbox, SERVER, Span};
 use super::memory::{Memory, Spare};
 use super::server::MOST_BYTES;
 use crate::engine::Engine;
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 /// A connection to a server.
 #[derive(Debug)]
 pub struct Client {
-    input: mpsc::Sender<Input>,
+    input: Inbox<Input>,
     /// How messages call the server.
     server: Arc<str>,
     /// The number of the last call.
@@ -95,7 +95,7 @@ enum Input {
     Lost(Failure),
     Ask(u64, Box<Made>),
     Reprioritise(u64, Priority),
-    Close(Duration, Ticket),
+    Close(Duration, Promise),
 }
 
 /// A call, as the thread holds it.
@@ -133,7 +133,7 @@ impl Client {
         server: &str,
         timeout: Duration,
     ) -> Result<(Client, Ticket), Failure> {
-        let (input, inputs) = mpsc::channel();
+        let (input, inputs) = Inbox::new();
         let server: Arc<str> = server.into();
         let (group, joined) = engine.join(spec);
         let welcomed = Ticket::default();
@@ -196,7 +196,7 @@ impl Client {
         let ask = endpoint::Ask { kind, name, body: len, room, exact, target, priority, deadline: None };
         let (reply, promise) = (work.reply.clone(), work.ticket.promise());
         let made = Made { ask, timeout, body, into, copy, own: None, transfers: Vec::new(), reply, promise, keep };
-        if let Err(mpsc::SendError(Input::Ask(_, made))) = self.input.send(Input::Ask(call, Box::new(made))) {
+        if let Err(Input::Ask(_, made)) = self.input.send(Input::Ask(call, Box::new(made))) {
             made.promise.complete(Err(made.failure(&self.server, Ended::Closed, "")));
         }
         work
@@ -214,7 +214,7 @@ impl Client {
     #[must_use]
     pub fn close(&self, grace: Duration) -> Ticket {
         let ticket = Ticket::default();
-        if check_fork().is_err() || self.input.send(Input::Close(grace, ticket.clone())).is_err() {
+        if check_fork().is_err() || self.input.send(Input::Close(grace, ticket.promise())).is_err() {
             ticket.complete(Ok(()));
         }
         ticket
@@ -239,12 +239,12 @@ struct Driver {
     connects: Option<Duration>,
     /// Whom to tell that the server has said what it takes.
     welcomed: Option<Promise>,
-    input: mpsc::Sender<Input>,
+    input: Inbox<Input>,
     why_lost: String,
     /// The time for calls to end is over.
     is_cut_off: bool,
     /// Until when calls may take to end, and whom to tell.
-    closing: Option<(Instant, Vec<Ticket>)>,
+    closing: Option<(Instant, Vec<Promise>)>,
 }
 
 impl Driver {
@@ -256,21 +256,20 @@ impl Driver {
             self.expire();
             self.carry_out();
             if self.closing.is_some() && self.machine.is_over() && !self.connection.is_leaving {
-                let (_, tickets) = self.closing.take().expect("just seen");
-                return self.hang_up(inputs, &tickets);
+                let (_, promises) = self.closing.take().expect("just seen");
+                return self.hang_up(inputs, &promises);
             }
         }
     }
 
     /// The connection has ended. Whoever has been told so finds that calls are refused.
-    fn hang_up(&self, inputs: mpsc::Receiver<Input>, closing: &[Ticket]) {
-        let late: Vec<Input> = inputs.try_iter().collect();
-        drop(inputs);
-        closing.iter().for_each(|ticket| ticket.complete(Ok(())));
-        for input in late {
+    fn hang_up(&self, inputs: mpsc::Receiver<Input>, closing: &[Promise]) {
+        self.input.close();
+        closing.iter().for_each(|promise| promise.complete(Ok(())));
+        for input in inputs.try_iter() {
             match input {
                 Input::Ask(_, made) => made.promise.complete(Err(made.failure(&self.server, Ended::Closed, ""))),
-                Input::Close(_, ticket) => ticket.complete(Ok(())),
+                Input::Close(_, promise) => promise.complete(Ok(())),
                 _ => {}
             }
         }
@@ -302,12 +301,12 @@ impl Driver {
                 self.made.insert(call, *made);
             }
             Input::Reprioritise(call, priority) => self.machine.reprioritise(call, priority),
-            Input::Close(grace, ticket) => {
+            Input::Close(grace, promise) => {
                 self.machine.close();
                 let by = Instant::now() + grace;
-                let (until, tickets) = self.closing.get_or_insert((by, Vec::new()));
+                let (until, promises) = self.closing.get_or_insert((by, Vec::new()));
                 *until = by.min(*until);
-                tickets.push(ticket);
+                promises.push(promise);
             }
         }
     }

@@ -10,6 +10,7 @@ use penstock_stream::fingerprint::{Fingerprint, Name};
 use penstock_types::{DType, Failure, Priority, ReduceOp};
 use std::any::Any;
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Instant;
 
 /// The server's rank in the group of a connection, and the client's.
@@ -25,6 +26,37 @@ pub(super) struct Connection {
     pub(super) saying: usize,
     /// All is said: the group is left when it is taken.
     pub(super) is_leaving: bool,
+}
+
+/// Where what is meant for an endpoint's thread is sent, until that has ended: nothing is sent that it does not read.
+#[derive(Debug)]
+pub(super) struct Inbox<I>(Arc<RwLock<Option<mpsc::Sender<I>>>>);
+
+impl<I> Clone for Inbox<I> {
+    fn clone(&self) -> Inbox<I> {
+        Inbox(self.0.clone())
+    }
+}
+
+impl<I> Inbox<I> {
+    pub(super) fn new() -> (Inbox<I>, mpsc::Receiver<I>) {
+        let (sender, receiver) = mpsc::channel();
+        (Inbox(Arc::new(RwLock::new(Some(sender)))), receiver)
+    }
+
+    /// # Errors
+    /// The thread has ended. It did not get this.
+    pub(super) fn send(&self, input: I) -> Result<(), I> {
+        match &*self.0.read().unwrap_or_else(PoisonError::into_inner) {
+            Some(sender) => sender.send(input).map_err(|refused| refused.0),
+            None => Err(input),
+        }
+    }
+
+    /// From now on nothing can be sent. What was sent before lies in the receiver.
+    pub(super) fn close(&self) {
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = None;
+    }
 }
 
 /// Where the bytes of a call go.
@@ -163,5 +195,27 @@ pub(super) fn next<I>(inputs: &mpsc::Receiver<I>, by: Option<Instant>) -> Result
         Ok(input) => Ok(Some(input)),
         Err(RecvTimeoutError::Timeout) => Ok(None),
         Err(RecvTimeoutError::Disconnected) => Err(mpsc::RecvError),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Threads send while the receiver ends: what was sent is read, and the rest refused.
+    #[test]
+    fn nothing_is_sent_that_is_not_read() {
+        for _ in 0..300 {
+            let (inbox, inputs) = Inbox::new();
+            let senders = [0; 2].map(|_| {
+                let inbox = inbox.clone();
+                std::thread::spawn(move || (0..).take_while(|number: &u32| inbox.send(*number).is_ok()).count())
+            });
+            let read = inputs.iter().take(100).count();
+            inbox.close();
+            let late = inputs.try_iter().count();
+            let sent: usize = senders.map(|sender| sender.join().unwrap()).iter().sum();
+            assert_eq!(sent, read + late);
+        }
     }
 }

@@ -1,12 +1,12 @@
 //! A server: its thread, and the calls that handlers take from it.
 
-use super::connection::{self, CLIENT, Connection, Direction, Span};
+use super::connection::{self, CLIENT, Connection, Direction, Inbox, Span};
 use super::memory::{Memory, Spare};
 use crate::engine::Engine;
 use crate::group::Group;
 use crate::handle::check_fork;
 use crate::runtime::GroupSpec;
-use crate::ticket::Ticket;
+use crate::ticket::{Promise, Ticket};
 use penstock_core::endpoint::{self, Class, Fault, Kind, Limits, Record, ServerAction};
 use penstock_types::{Failure, FailureKind, Priority};
 use std::any::Any;
@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 /// A server. Clients are brought to it one by one ([`Server::accept`]); handlers take calls from it ([`Server::next`]).
 #[derive(Debug)]
 pub struct Server {
-    input: mpsc::Sender<Input>,
+    input: Inbox<Input>,
 }
 
 /// A call for a handler. Its client waits until it is answered; one that is dropped fails there.
@@ -29,7 +29,7 @@ pub struct Asked {
     who: Arc<str>,
     body: Option<Arc<Memory>>,
     /// Until it is answered.
-    input: Option<mpsc::Sender<Input>>,
+    input: Option<Inbox<Input>>,
 }
 
 /// What a handler answers.
@@ -84,7 +84,7 @@ enum Input {
     Take(mpsc::Sender<Asked>),
     Answer(u32, u64, Result<Reply, String>),
     Stats(mpsc::Sender<ServerStats>),
-    Close(Duration, Ticket),
+    Close(Duration, Promise),
 }
 
 impl Server {
@@ -101,7 +101,7 @@ impl Server {
             );
             return Err(Failure::of_call(FailureKind::Config, message));
         }
-        let (input, inputs) = mpsc::channel();
+        let (input, inputs) = Inbox::new();
         let driver = Driver {
             name: name.into(),
             machine: endpoint::Server::new(limits),
@@ -133,7 +133,7 @@ impl Server {
         let who =
             spec.members.get(CLIENT as usize).map_or_else(|| "a client".into(), |contact| contact.describe().into());
         let (group, joined) = engine.join(spec);
-        if let Err(mpsc::SendError(Input::Accept(group, ..))) = self.input.send(Input::Accept(group, joined, who)) {
+        if let Err(Input::Accept(group, ..)) = self.input.send(Input::Accept(group, joined, who)) {
             group.leave();
         }
     }
@@ -164,7 +164,7 @@ impl Server {
     #[must_use]
     pub fn close(&self, grace: Duration) -> Ticket {
         let ticket = Ticket::default();
-        if check_fork().is_err() || self.input.send(Input::Close(grace, ticket.clone())).is_err() {
+        if check_fork().is_err() || self.input.send(Input::Close(grace, ticket.promise())).is_err() {
             ticket.complete(Ok(()));
         }
         ticket
@@ -252,23 +252,9 @@ struct Driver {
     takers: VecDeque<mpsc::Sender<Asked>>,
     taken: u64,
     spare: Spare,
-    input: mpsc::Sender<Input>,
+    input: Inbox<Input>,
     /// Until when connections may take to end, and whom to tell.
-    closing: Option<(Instant, Vec<Ticket>)>,
-}
-
-/// The server has ended. Whoever has been told so finds that nothing is served.
-fn hang_up(inputs: mpsc::Receiver<Input>, closing: &[Ticket]) {
-    let late: Vec<Input> = inputs.try_iter().collect();
-    drop(inputs);
-    closing.iter().for_each(|ticket| ticket.complete(Ok(())));
-    for input in late {
-        match input {
-            Input::Close(_, ticket) => ticket.complete(Ok(())),
-            Input::Accept(group, ..) => group.leave(),
-            _ => {}
-        }
-    }
+    closing: Option<(Instant, Vec<Promise>)>,
 }
 
 struct Connected {
@@ -289,8 +275,21 @@ impl Driver {
             self.carry_out();
             self.serve_takers();
             if self.closing.is_some() && self.clients.is_empty() {
-                let (_, tickets) = self.closing.take().expect("just seen");
-                return hang_up(inputs, &tickets);
+                let (_, promises) = self.closing.take().expect("just seen");
+                return self.hang_up(inputs, &promises);
+            }
+        }
+    }
+
+    /// The server has ended. Whoever has been told so finds that nothing is served.
+    fn hang_up(&self, inputs: mpsc::Receiver<Input>, closing: &[Promise]) {
+        self.input.close();
+        closing.iter().for_each(|promise| promise.complete(Ok(())));
+        for input in inputs.try_iter() {
+            match input {
+                Input::Close(_, promise) => promise.complete(Ok(())),
+                Input::Accept(group, ..) => group.leave(),
+                _ => {}
             }
         }
     }
@@ -332,13 +331,13 @@ impl Driver {
                 held_bytes: self.machine.held_bytes(),
                 taken: self.taken,
             })),
-            Input::Close(grace, ticket) => {
+            Input::Close(grace, promise) => {
                 self.machine.close();
                 self.takers.clear();
                 let by = Instant::now() + grace;
-                let (until, tickets) = self.closing.get_or_insert((by, Vec::new()));
+                let (until, promises) = self.closing.get_or_insert((by, Vec::new()));
                 *until = by.min(*until);
-                tickets.push(ticket);
+                promises.push(promise);
             }
         }
     }

@@ -3,7 +3,7 @@
 use super::Driver;
 use crate::arbiter::{Arbiter, CLAIM, CLAIM_MOST, Claim};
 use penstock_stream::peer::{Peer, Urgency};
-use penstock_types::{MILLISECOND, PeerId, Priority, Time};
+use penstock_types::{MILLISECOND, PeerId, Time};
 
 impl Driver {
     /// Learns what is urgent from the peers that have something to send, and from the other processes of this host.
@@ -19,7 +19,7 @@ impl Driver {
             paused = paused.into_iter().chain(machine.paused_until()).min();
             (here, anywhere) = (here.max(urgency.here), anywhere.max(urgency.anywhere));
             if !machine.config().descriptors {
-                leaves_host |= machine.has_urgent();
+                leaves_host |= machine.has_urgent(now);
                 would_wait |= machine.most_urgent().is_some_and(|priority| !priority.is_urgent());
             }
         }
@@ -86,7 +86,7 @@ impl Driver {
 
 /// Whether something urgent waits for room on the streams to a peer on another host, which take what is before it.
 fn is_blocked(machine: &Peer, now: Time) -> bool {
-    !machine.config().descriptors && machine.most_urgent().is_some_and(Priority::is_urgent) && machine.is_well(now)
+    !machine.config().descriptors && machine.awaits_room(now)
 }
 
 /// What is not urgent waits until `claimed`, since this process or another one of this host sends what is, and until `paused`, since peers
@@ -109,7 +109,7 @@ mod tests {
     use penstock_stream::fingerprint::Fingerprint;
     use penstock_stream::frame::{Kind, NumberSpace};
     use penstock_stream::peer::{Body, OpStatus, Outgoing, PeerConfig};
-    use penstock_types::{ChannelId, GroupId, OpSeq};
+    use penstock_types::{ChannelId, GroupId, OpSeq, Priority};
 
     /// Times of claims or pauses, which begin and end at any time.
     struct Asking {

@@ -280,6 +280,7 @@ impl Machine for Serving {
             workers: (0..workers as u32).map(Endpoint).collect(),
             heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
             idle_every: ServerConfig::IDLE_EVERY,
+            returns_after: ServerConfig::RETURNS_AFTER,
         };
         // What workers behind streams have pushed and not pulled: a buffer's blocks until they are accepted, and its results.
         let kept = held_blocks.map_or(PENDING_BYTES as usize, |blocks| blocks as usize * common.block_bytes);

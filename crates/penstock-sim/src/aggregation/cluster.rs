@@ -203,6 +203,7 @@ impl<'a> Cluster<'a> {
             workers: (0..self.workers).map(|worker| self.worker_endpoint(job, worker)).collect(),
             heartbeat_every: self.timing.heartbeat_every,
             idle_every: self.timing.idle_every,
+            returns_after: ServerConfig::RETURNS_AFTER / ServerConfig::HEARTBEAT_EVERY * self.timing.heartbeat_every,
         };
         Server::new(now, config)
     }

@@ -35,14 +35,26 @@ impl<C: Copied> Peer<C> {
     /// What this peer's messages make of the node's urgency.
     #[must_use]
     pub fn urgency(&self, now: Time) -> Urgency {
-        let here = if self.has_urgent() { now.plus(Urgency::LASTS) } else { self.urgency.here };
+        let here = if self.has_urgent(now) { now.plus(Urgency::LASTS) } else { self.urgency.here };
         Urgency { here, anywhere: self.urgency.anywhere.max(here), ..self.urgency }
     }
 
-    /// Whether urgent messages can leave, or are on their way. Those that wait for a grant, or to be read, do not count.
+    /// Whether urgent messages can leave, or are on their way. Those that wait for a grant, for a stream, for the end of a pause, or to be
+    /// read, do not count.
     #[must_use]
-    pub fn has_urgent(&self) -> bool {
-        self.outbox.urgent > 0 || self.most_urgent().is_some_and(Priority::is_urgent)
+    pub fn has_urgent(&self, now: Time) -> bool {
+        self.outbox.urgent > 0 || self.can_send_urgent(now)
+    }
+
+    /// Whether something urgent waits for room on its streams, which take what is before it.
+    #[must_use]
+    pub fn awaits_room(&self, now: Time) -> bool {
+        self.can_send_urgent(now) && self.is_well(now)
+    }
+
+    fn can_send_urgent(&self, now: Time) -> bool {
+        let least = self.least_urgent(true, now);
+        !self.streams.is_empty() && self.most_urgent().is_some_and(|priority| Some(priority) <= least)
     }
 
     /// Takes over what is urgent for the whole node: the latest times of all its peers.
@@ -60,8 +72,7 @@ impl<C: Copied> Peer<C> {
     }
 
     /// Whether a stream brings acknowledgements, or none has something to bring.
-    #[must_use]
-    pub fn is_well(&self, now: Time) -> bool {
+    pub(super) fn is_well(&self, now: Time) -> bool {
         let mut waiting = self.streams.values().filter(|stream| stream.awaits_acks()).peekable();
         waiting.peek().is_none() || waiting.any(|stream| stream.silence(now) < SILENT)
     }

@@ -73,6 +73,27 @@ fn who_brings_what_is_urgent() {
     assert_eq!(b.brings_urgent(NOW.plus(3 * MILLISECOND)), None, "it is whole");
 }
 
+/// What waits for room holds up bulk to others. That is not what its receiver has asked to pause, nor what has no stream to leave on.
+#[test]
+fn what_waits_for_room() {
+    let [mut a, mut b] = pair();
+    granted(&mut a, &mut b, 0, Priority(-2), 1 << 20);
+    assert!(a.awaits_room(NOW) && a.has_urgent(NOW));
+    b.pause(URGENT, 2 * MILLISECOND, NOW);
+    carry(&mut b, &mut a, NOW);
+    assert!(!a.awaits_room(NOW) && !a.has_urgent(NOW), "it is paused");
+    a.hurry(Urgency { ignores_pauses: true, ..Urgency::default() });
+    assert!(a.awaits_room(NOW), "it has waited for long enough");
+    a.hurry(Urgency::default());
+    let later = NOW.plus(3 * MILLISECOND);
+    assert!(a.awaits_room(later), "the pause is over");
+    assert!(a.poll_frame(0, later).is_some() && a.awaits_room(later));
+    a.stream_down(0);
+    assert!(!a.awaits_room(later), "its only stream is lost");
+    a.stream_up(0, later);
+    assert!(a.awaits_room(later));
+}
+
 /// A sender that is asked to pause sends what is as urgent as the asker says, at once, and the rest when the pause is over.
 #[test]
 fn a_pause_holds_what_is_less_urgent() {

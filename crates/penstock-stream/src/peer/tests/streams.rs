@@ -767,7 +767,7 @@ fn urgency_keeps_a_stream_free_and_holds_the_rest() {
     copied(&mut a, 2, 100);
     let said = a.urgency(NOW);
     a.hurry(said);
-    assert_eq!((a.has_urgent(), a.express(NOW)), (true, Some(3)));
+    assert_eq!((a.has_urgent(NOW), a.express(NOW)), (true, Some(3)));
     // On the free stream the urgent one leaves, and the other one does not.
     let frame = a.poll_frame(3, NOW).expect("it is urgent");
     assert_eq!((frame.header.key, frame.header.flags & FLAG_URGENT), (key(1), FLAG_URGENT));
@@ -786,12 +786,12 @@ fn urgency_keeps_a_stream_free_and_holds_the_rest() {
     // When it has become usual, and when it is forgotten, it does not count any more.
     urgent(&mut a, 5);
     a.reprioritise(GroupId(7), NumberSpace::Collective(ChannelId::MAIN), OpSeq(3), Priority(3));
-    assert!(!a.has_urgent());
+    assert!(!a.has_urgent(NOW));
     a.reprioritise(GroupId(7), NumberSpace::Collective(ChannelId::MAIN), OpSeq(3), Priority(-3));
     assert_eq!(a.most_urgent(), Some(Priority(-3)));
     a.forget(GroupId(7), &Counts::default());
     a.end();
-    assert_eq!((a.has_urgent(), a.most_urgent()), (false, None));
+    assert_eq!((a.has_urgent(NOW), a.most_urgent()), (false, None));
     let late = NOW.plus(Urgency::LASTS + 1);
     assert_eq!(a.express(late), None);
 }
