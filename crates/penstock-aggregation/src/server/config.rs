@@ -42,9 +42,9 @@ pub struct ServerConfig {
     /// How often Ack and Credit are sent while no blocks are in flight. Workers take an aggregator for dead when they hear
     /// nothing through it for [`crate::Timing::path_dead_after`], a few times this.
     pub idle_every: u64,
-    /// For how long a node may not have said that it hears nothing from the aggregator above it, to be believed when it says that it
-    /// does. Its threads have their own ways, and each hears every few heartbeats: while one is lost and another is not, the path would
-    /// change with each packet.
+    /// A node that says that it hears the aggregator above it is believed once it has not said the opposite for so long. A node's threads
+    /// each have their own way, and take turns with heartbeats: while one hears the aggregator and another does not, the path would change
+    /// with each packet.
     pub returns_after: u64,
 }
 

@@ -53,8 +53,9 @@ impl<C: Copied> Peer<C> {
     }
 
     fn can_send_urgent(&self, now: Time) -> bool {
-        let least = self.least_urgent(true, now);
-        !self.streams.is_empty() && self.most_urgent().is_some_and(|priority| Some(priority) <= least)
+        // As on a stream that carries only what is urgent, and as a pause allows.
+        let may_leave = |priority| self.least_urgent(true, now).is_none_or(|least| priority <= least);
+        !self.streams.is_empty() && self.most_urgent().is_some_and(may_leave)
     }
 
     /// Takes over what is urgent for the whole node: the latest times of all its peers.
