@@ -30,7 +30,8 @@ class Seen:
     late: Lateness | None
     """By how much the last rank began it after this one. None: that is unknown."""
     unused_ns: float | None
-    """In which the thread used no processor in this step, without marked waits. None: unknown, or it tells nothing of this."""
+    """In which the thread used no processor in this step, without marked waits: less what it used in those, so that only its
+    differences between steps tell something. None: unknown, or it tells nothing of this."""
     forward_ns: float
     """Of the forward pass: what computes longer there, as beside torch's profiler, does so here."""
     outside_ns: float

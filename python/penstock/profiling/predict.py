@@ -42,6 +42,9 @@ FLOWS_CARRY = 1.25
 a cap, whose flows shared processors with what computes."""
 CROSSES_MORE = 1.1
 """Headers and acknowledgements are some percent."""
+INSIDE_PASSES = 2
+"""Where nothing within hosts was seen, a byte there takes as many passes over memory, each as what converts: one rank writes it,
+and another adds it."""
 MOST_CHILDREN = 64
 """Of an aggregator."""
 SCHEDULE_FITS = 0.15
@@ -182,8 +185,8 @@ def predict(records: Sequence[Record], network: Network | None = None) -> list[P
     has_ddp = all(record.has_ddp for record in records)
     told = _Told(network, found, possible, _conversions(records), has_ddp)
     if not all(move.is_inside for model in found for move in model.moves):
-        _links(told)
-        _other_sums(told)
+        _links(told, is_host_by_host=_host_by_host(told))
+        _aggregator(told)
     _float16(told)
     _buckets(told)
     even = "all ranks do what the median one does"
@@ -201,8 +204,12 @@ def _smaller(part: Callable[[Move], float]) -> Callable[[Model, Wire], float]:
     return lambda model, wire: run(model, lambda move: wire.takes(move._replace(bytes=move.bytes * part(move))))
 
 
-def _links(told: _Told) -> None:
-    """Another link, or more of the one that there is."""
+def _links(told: _Told, *, is_host_by_host: bool) -> None:
+    """Another link, or more of the one that there is.
+
+    Args:
+        is_host_by_host: that is told already; where the backend is gloo, by the same setting.
+    """
     network, rate = told.network, told.rate
     link, flow, streams = network.link_bytes_s, network.flow_bytes_s, network.streams
 
@@ -213,14 +220,15 @@ def _links(told: _Told) -> None:
 
     told.add("twice the link", "", doubled)
     if network.backend == "gloo" and 0 < rate < REACHED * link:
-        told.add(
-            "the penstock backend",
-            "init_process_group('penstock')",
-            _faster(REACHED * link / rate),
-            f"{told.numbers}, of a link of {_rate(link)}, of which penstock uses {REACHED:.0%}",
-            {"backend": "penstock"},
-            against="flow cap",
-        )
+        if not is_host_by_host:
+            told.add(
+                "the penstock backend",
+                "init_process_group('penstock')",
+                _faster(REACHED * link / rate),
+                f"{told.numbers}, of a link of {_rate(link)}, of which penstock uses {REACHED:.0%}",
+                {"backend": "penstock"},
+                against="flow cap",
+            )
     elif has_settings(network.backend) and 0 < flow * streams < link and 0 < rate <= FLOWS_CARRY * flow * streams:
         # The median flow while it had something to send; together they carried this.
         flow = max(flow, rate / streams)
@@ -299,13 +307,13 @@ def _buckets(told: _Told) -> None:
         )
 
 
-def _other_sums(told: _Told) -> None:
-    """Gradients summed by an aggregator, or host by host."""
+def _aggregator(told: _Told) -> None:
+    """Gradients summed by an aggregator."""
     network = told.network
     sums = [move for model in told.models for move in model.moves if _is_of_gradients(move) and not move.is_inside]
-    if not sums:
+    most = max(sums, key=lambda move: len(move.ranks), default=None)
+    if most is None:
         return
-    most = max(sums, key=lambda move: len(move.ranks))
     each = sizes(network.hosts, most.ranks)
     count = len(most.ranks)
     if 2 < count <= MOST_CHILDREN and told.rate and (max(each) == 1 or network.link_bytes_s):
@@ -322,34 +330,50 @@ def _other_sums(told: _Told) -> None:
             f"link carries {_rate(link * (count + 1))} (behind one of {_rate(link)} it would be "
             f"{_rate(aggregated_bytes_s(network.hosts, most.ranks, link, wide=1))})",
         )
-    inside = told.wires[0].inside
-    crossing = [move for move in told.models[0].moves if not move.is_inside]
-    step_bytes = sum(move.bytes for move in crossing)
-    # What a host sends is counted of all operations together, so all must be such sums.
-    is_all = all(map(_is_of_gradients, crossing))
-    least = sum(by_host(move, network.hosts)[0] for move in crossing) if is_all else math.inf
+
+
+def _host_by_host(told: _Told) -> bool:
+    """Gradients of which each host sends one sum, of its ranks. Returns whether it is told."""
+    network, seen = told.network, told.wires[0].inside
     is_gloo = network.backend == "gloo"
-    is_offered = is_gloo or has_settings(network.backend)
-    if is_offered and 1 < max(each) < count and inside and network.crossing_bytes > CROSSES_MORE * least:
+    crossing = [move for move in told.models[0].moves if not move.is_inside]
+    inside = seen or (0.0, INSIDE_PASSES * told.conversions[1])
+    # What a host sends is counted of all operations together, so all must be such sums.
+    if not all(map(_is_of_gradients, crossing)) or not any(inside) or not (is_gloo or has_settings(network.backend)):
+        return False
+    step_bytes = sum(move.bytes for move in crossing)
+    least = sum(by_host(move, network.hosts)[0] for move in crossing)
+    if not any(1 < max(sizes(network.hosts, move.ranks)) < len(move.ranks) for move in crossing):
+        return False
+    if network.crossing_bytes <= CROSSES_MORE * least:
+        return False
+    faster = max(1.0, REACHED * network.link_bytes_s / told.rate) if is_gloo and told.rate else 1.0
 
-        def by_hosts(model: Model, wire: Wire) -> float:
-            def takes(move: Move) -> float:
-                if not _is_of_gradients(move) or move.is_inside or not wire.inside:
-                    return wire.takes(move)
-                across, within = by_host(move, network.hosts)
-                per_byte_ns = wire.per_byte_ns * step_bytes / network.crossing_bytes
-                return wire.latency_ns + across * per_byte_ns + wire.inside[0] + within * wire.inside[1]
+    def by_hosts(model: Model, wire: Wire, times: float = 1.0) -> float:
+        def takes(move: Move) -> float:
+            if move.is_inside or not _is_of_gradients(move):
+                return wire.takes(move)
+            across, within = by_host(move, network.hosts)
+            per_byte_ns = wire.per_byte_ns * step_bytes / network.crossing_bytes / faster
+            return wire.latency_ns + across * per_byte_ns + times * (inside[0] + within * inside[1])
 
-            return run(model, takes)
+        return run(model, takes)
 
-        told.add(
-            "gradients summed host by host",
-            "init_process_group('penstock'), which does so" if is_gloo else "PENSTOCK_ALGORITHM=hierarchical",
-            by_hosts,
-            f"{told.numbers}; a host sends {least / 1e6:.1f} MB a step instead of {network.crossing_bytes / 1e6:.1f}, and "
-            f"{_rate(1e9 / inside[1]) if inside[1] else 'all'} within hosts",
-            {"backend": "penstock"} if is_gloo else {"PENSTOCK_ALGORITHM": "hierarchical"},
-        )
+    model, wire = told.models[0], told.wires[0]
+    within = f"{_rate(1e9 / inside[1]) if inside[1] else 'all'} within hosts"
+    told.add(
+        "gradients summed host by host",
+        "init_process_group('penstock'), which does so" if is_gloo else "PENSTOCK_ALGORITHM=hierarchical",
+        by_hosts,
+        f"{told.numbers}; a host sends {least / 1e6:.1f} MB a step instead of {network.crossing_bytes / 1e6:.1f}, and {within}"
+        + ("" if seen else ", as fast as memory was converted")
+        + (f"; of the link's {_rate(network.link_bytes_s)} penstock uses {REACHED:.0%}" if faster > 1 else ""),
+        {"backend": "penstock"} if is_gloo else {"PENSTOCK_ALGORITHM": "hierarchical"},
+        against="flow cap" if faster > 1 else "",
+        # What was not seen may take twice as long.
+        unsure=0.0 if seen else by_hosts(model, wire, 2.0) / by_hosts(model, wire) - 1,
+    )
+    return True
 
 
 def _schedules(told: _Told) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import mmap
 import os
@@ -52,6 +53,8 @@ def train(plan: Plan) -> None:
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         optimizer.step()
+    del model, optimizer
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -27,7 +27,7 @@ from penstock.tools.bench.recorded import recorded
 
 CHANGES = ("twice the link", "float16", "larger buckets", "penstock")
 """The default of --changes."""
-MORE = ("more streams", "another schedule", "an aggregator")
+MORE = ("more streams", "another schedule", "an aggregator", "host by host")
 SCHEDULES = {"1f1b": "one forward, one backward", "interleaved": "an interleaved schedule"}
 """Of a pipeline: how the workload calls it, and the prediction."""
 TARGET_MEDIAN, TARGET_MOST = 0.05, 0.15
@@ -55,7 +55,7 @@ class Pair:
     becomes: str = ""
     """Of `SCHEDULES`: what the schedule is changed to."""
     ranks: int = 2
-    """Each on a host. Of more than two the hosts stand behind switches with aggregators."""
+    """On two hosts, but of an aggregator each on one of its own, behind switches with aggregators."""
     number: str = "none"
     """What gradients travel as through these."""
 
@@ -102,6 +102,9 @@ def drawn(seed: int, changes: Sequence[str] = CHANGES) -> Pair:
     if change == "an aggregator":
         # Aggregators in software, on the processors that compute, carry little more.
         return replace(pair, backend="penstock", ranks=4, rate_mbit=draw.choice([50.0, 100.0, 200.0]))
+    if change == "host by host":
+        # Penstock is told to sum in one ring before.
+        return replace(pair, ranks=4, backend=draw.choice(["penstock", "gloo"]))
     return pair
 
 
@@ -182,6 +185,8 @@ def _change(pair: Pair) -> tuple[Pair, Callable[[str], bool], dict[str, str | fl
         return replace(pair, schedule=pair.becomes), lambda change: change == SCHEDULES[pair.becomes], {}
     if pair.change == "an aggregator":
         return replace(pair, number="int32"), lambda change: change == "gradients summed by an aggregator", {}
+    if pair.change == "host by host":
+        return pair, lambda change: change == "gradients summed host by host", {}
     return replace(pair, backend="penstock"), lambda change: change == "the penstock backend", {}
 
 
@@ -189,11 +194,14 @@ def _profiled(pair: Pair, settings: Mapping[str, str | float], steps: int, timeo
     usual: dict[str, str | float] = {"bucket_cap_mb": pair.bucket_mb}
     if pair.streams:
         usual["PENSTOCK_STREAMS"] = str(pair.streams)
-    if pair.ranks > 2:
+    if pair.change == "host by host":
+        usual["PENSTOCK_ALGORITHM"] = "ring"
+    if pair.change == "an aggregator":
         bed = [sys.executable, "-m", "penstock.tools.bench.aggregated.through"]
         bed += [str(pair.ranks), f"{pair.rate_mbit:g}", pair.number, f"{timeout_s:g}"]
     else:
-        bed = [sys.executable, "-m", "penstock", "testbed", "run", "--quiet", "--hosts", "2"]
+        bed = [sys.executable, "-m", "penstock", "testbed", "run", "--quiet"]
+        bed += ["--hosts", "2", "--ranks", str(pair.ranks)]
         bed += ["--rate", f"{pair.rate_mbit:g}", *(["--flow", f"{pair.flow_mbit:g}"] if pair.flow_mbit else [])]
         bed += ["--timeout", f"{timeout_s:g}", "--"]
     train = [sys.executable, "-m", "penstock.workloads.transformer", pair.model, "--batch", str(pair.batch)]

@@ -35,8 +35,8 @@ _METHODS = (
 
 _MOST = 100_000
 """Calls that are kept of a step."""
-AT_ONCE_NS = 100_000
-"""From the end of a call until it is waited for: less where a blocking function of torch.distributed does both."""
+_BLOCKING = "torch.distributed.distributed_c10d"
+"""Whose functions wait for what they have just issued, unless they are asked for its work."""
 
 
 class Recording(Protocol):
@@ -344,9 +344,8 @@ def _patch_wait(kind: type, active: Callable[[], Recording | None]) -> None:
                 recording.marks.wait(start_ns, end_ns)
             else:
                 known.waited_ns = end_ns
-                # Who waits at once has called a blocking function, which stands in the operation since it began: 0.3 to 0.7 ms of
-                # that send the first bytes.
-                is_blocking = calls.last is known and start_ns - known.end_ns < AT_ONCE_NS
+                # A blocking function stands in the operation since it began: 0.3 to 0.7 ms of that send the first bytes.
+                is_blocking = calls.last is known and sys._getframe(1).f_globals.get("__name__") == _BLOCKING
                 recording.marks.wait(known.start_ns if is_blocking else start_ns, end_ns, known.operation, known.group)
 
     with contextlib.suppress(TypeError):  # not all types of a backend in C can be changed
