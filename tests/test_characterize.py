@@ -33,6 +33,7 @@ from penstock.tools.characterize import cli, figures, findings, matrix, means, m
 from penstock.tools.characterize.findings import ABSENT, AGREES, DIFFERS, NOISE
 from penstock.tools.characterize.matrix import Cell
 from penstock.tools.characterize.results import Outcome
+from penstock.tools.testbed.system import unavailable
 from penstock.workloads.transformer.shapes import MODELS
 
 SECOND = 1_000_000_000
@@ -84,7 +85,7 @@ def test_cells_with_pauses_are_others_and_those_without_keep_their_names(tmp_pat
         ("models: gpt2-tiny\nranks: two", "ranks has 'two', which is no number"),
         ("models: gpt2-tiny\nranks: 0", "ranks has 0"),
         ("models: gpt2-tiny\nranks: [true]", "ranks has True"),
-        ("models: gpt2-tiny\nsteps: 0", "steps is a whole number above 0"),
+        ("models: gpt2-tiny\nsteps: 5", "steps is a whole number from 6 to"),
         ("models: gpt2-tiny\ntransports: [rdma]", "there is no transport over RDMA"),
         ("models: gpt2-tiny\ntransports: [tcp-0]", "transports has 'tcp-0'"),
         ("models: gpt2-tiny\ntransports: [gloo-2]", "transports has 'gloo-2'"),
@@ -273,7 +274,7 @@ def test_a_search_for_the_largest_batch_goes_on_where_it_stopped(limit: int, tmp
 
 def test_a_search_is_made_once(tmp_path: Path) -> None:
     """For real, under a limit below what torch itself takes; a second command looks for nothing."""
-    path = written(tmp_path, "{models: gpt2-tiny, batches: 4, transports: gloo, steps: 4, repeats: 1}")
+    path = written(tmp_path, "{models: gpt2-tiny, batches: 4, transports: gloo, steps: 6, repeats: 1}")
     command = [sys.executable, "-m", "penstock", "characterize", str(path), "--memory", "64"]
     # Not `forked`: a fork has more memory than that from the start.
     first, second = (subprocess.run(command, capture_output=True, text=True, check=False) for _ in range(2))
@@ -281,6 +282,36 @@ def test_a_search_is_made_once(tmp_path: Path) -> None:
     assert "does a batch of 2 fit?" in first.stderr and "not even one sequence a rank fits" in first.stderr
     assert "does a batch" not in second.stderr and "not even one sequence a rank fits" in second.stderr
     assert "1 of 1 runs are in" in second.stderr
+
+
+def test_what_fits_runs() -> None:
+    """For real: two sequences in 2 GiB a rank; and not as many as the machine has room for in all."""
+    cell = replace(CELL, model="gpt2-tiny", ranks=2, batch=4)
+    assert running.fits(cell, 2 << 30, seed=1, timeout_s=120)
+    assert not running.fits(replace(cell, batch=1 << 14), 2 << 30, seed=1, timeout_s=120)
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=f"no emulated hosts here: {unavailable()}")
+def test_every_transport_runs(tmp_path: Path) -> None:
+    """For real: through memory, over two streams, and behind aggregators on emulated hosts; each moves all gradients."""
+    path = written(
+        tmp_path,
+        """
+        models: gpt2-tiny
+        batches: 4
+        steps: 6
+        repeats: 1
+        runs:
+          - {transports: [shm, tcp-2]}
+          - {transports: aggregated, links_mbit: 500}
+        """,
+    )
+    done = forked.run([sys.executable, "-m", "penstock", "characterize", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {one.cell.transport: one for one in results.read(tmp_path / "matrix.runs")}
+    assert set(found) == {"shm", "tcp-2", "aggregated"}
+    assert all(one.communication_ms > 0 for one in found.values())
+    assert found["aggregated"].receive_mbit > 0
 
 
 def test_what_a_link_carried() -> None:

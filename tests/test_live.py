@@ -818,8 +818,19 @@ def test_channels_of_the_same_name_are_told_apart() -> None:
 
 def test_metrics_with_labels_of_any_text() -> None:
     """They are escaped as the format has it."""
-    seen = fed(2, numbers=lambda rank: {"host": f"{NASTY}{rank}", "median_s": 0.1})
+    seen = fed(2, numbers=lambda rank: {"host": f"{NASTY}{rank}", "median_s": 0.1, "link_limit": 1e9})
     assert len([key for key in parsed(metrics.text(seen)) if key.startswith("penstock_link_use_ratio")]) == 2
+
+
+def test_metrics_that_are_not_known_are_left_out() -> None:
+    """Of samples and tokens that no script counts, and of links whose limit nobody knows."""
+    names = ("samples_per_second", "tokens_per_second", "link_use_ratio", "link_limit_bytes_per_second")
+    found = parsed(metrics.text(fed(2, numbers=lambda _: {"median_s": 0.1})))
+    assert not [key for key in found if key.startswith(tuple(f"penstock_{name}" for name in names))]
+    counted = fed(2, numbers=lambda rank: {"samples_per_s": 8.0 * rank, "link_limit": 1e9})
+    found = parsed(metrics.text(counted))
+    assert [found[f'penstock_samples_per_second{{rank="{rank}"}}'] for rank in range(2)] == [0.0, 8.0]
+    assert not [key for key in found if key.startswith("penstock_tokens")]
 
 
 def test_a_large_job_is_cut_to_what_matters() -> None:
@@ -963,6 +974,16 @@ def test_top_shows_no_control_characters() -> None:
     console.print(render(event))
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert "owned" in said and not re.search("[\x00\r\x07\x1b\x9b\u202e\ud800]", said)
+
+
+def test_top_leaves_empty_columns_out() -> None:
+    """A terminal has no room for them. Rows that are too short or long do no harm."""
+    table = {"title": "t", "columns": ["one", "none", "two"], "rows": [["a", "", "b"], ["c"], ["d", "", "e", "f"]]}
+    [event] = sent(json.dumps(SHOWN | {"tables": [table]}))
+    console = rich.console.Console(file=io.StringIO(), width=80)
+    console.print(render(event))
+    said = console.file.getvalue().split()  # type: ignore[attr-defined]
+    assert {"one", "two", "a", "b", "c", "d", "e"} <= set(said) and not {"none", "f"} & set(said)
 
 
 @pytest.mark.parametrize(

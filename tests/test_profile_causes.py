@@ -12,11 +12,14 @@ import pytest
 
 import planted_records
 from penstock.profiling import causes, measures
+from penstock.profiling.advice import advise
 from penstock.profiling.breakdown import Breakdown, Moving, Share
 from penstock.profiling.causes import Cause
+from penstock.profiling.divide import divide
 from penstock.profiling.record import Event
 from penstock.runtime import config
 from penstock.tools.bench import planted
+from profiles import data_parallel
 
 SEEDS = 200
 
@@ -148,6 +151,83 @@ def test_fewer_threads_where_there_are_too_many(threads: int | None, cores: int,
     found = causes.find(records, breakdown)[0]
     assert found.kind == "contention" and found.settings == settings, found
     assert ("OMP_NUM_THREADS=2" in found.change) == bool(settings)
+
+
+@pytest.mark.parametrize("times", [1, 5])
+def test_free_cores_gain_no_more_than_ranks_computed_without_running(times: int) -> None:
+    """Both compute 100 ms a step, of which their threads run 40: however long these stood in a queue, 60 ms can go."""
+    job = planted_records.Job(1, random.Random(1), queued={0: 0.06, 1: 0.06}, hidden=0.99)
+    records, breakdown = planted_records.played(job)
+    for record in records:
+        for reading in record.readings:
+            for name in [name for name in reading.values if name.endswith(".queued_s")]:
+                reading.values[name] *= times
+    crowded, computing = causes.find(records, breakdown)
+    assert (crowded.kind, computing.kind) == ("contention", "compute")
+    assert crowded.gain_ns == pytest.approx(60e6, rel=0.05)
+    assert computing.cost_ns == pytest.approx(40e6, rel=0.1)
+
+
+@pytest.mark.parametrize(("threads", "cores", "fair"), [(1, 8, 8), (8, 8, 0), (None, 8, 0), (1, 1, 0)])
+def test_more_threads_where_ranks_leave_cores_unused(threads: int | None, cores: int, fair: int) -> None:
+    """As torchrun does, which gives each rank one thread: the change stands in the list, with its setting."""
+    job, _ = planted_records.drawn("slow rank", 3)
+    job.more, job.hidden = {}, 0.99
+    records, breakdown = planted_records.played(job)
+    for record in records:
+        record.header.about.update(threads=threads, cores=cores)
+    advice = advise(records, breakdown)
+    assert [cause.kind for cause in advice.causes] == ["compute"]
+    settings = {"OMP_NUM_THREADS": str(fair)} if fair else {}
+    assert [each.settings for each in advice.changes if each.cause is not None] == [settings] * bool(fair)
+    assert advice.causes[0].change.startswith(f"OMP_NUM_THREADS={fair}" if fair else "faster devices")
+
+
+def test_computing_is_told_by_phase() -> None:
+    """With the part in which operators ran: where that is small, Python holds the phase."""
+    records = data_parallel(2, sampled=(3, 6))
+    breakdown = divide(records)
+    shown = measures.Measures(records, breakdown).computing()
+    [cause] = [each for each in causes.find(records, breakdown) if each.kind == "compute"]
+    for phase, (ns, operators) in shown.items():
+        assert ns == pytest.approx(breakdown.shares[0].work[phase], rel=0.01) and 0 <= operators <= 1, phase
+    assert shown["backward"][1] == pytest.approx(1.0) and "backward" in cause.text and "in operators)" in cause.text
+    for record in records:
+        steps = {step.number: step for step in record.steps}
+        for at, sample in enumerate(record.samples):
+            passes = [span for span in steps[sample.step].spans if span.phase in ("forward", "backward")]
+            busy = [(span.start_ns, span.start_ns + (span.end_ns - span.start_ns) // 4) for span in passes]
+            record.samples[at] = dataclasses.replace(sample, busy=tuple(sorted(busy)), operations=())
+    found = measures.Measures(records, breakdown).computing()
+    assert found["backward"][1] == pytest.approx(0.25, abs=0.01)
+    [cause] = [each for each in causes.find(records, breakdown) if each.kind == "compute"]
+    assert "Python between operators takes most of it" in cause.change and "forward" in cause.change
+
+
+def test_a_late_rank_whose_phases_do_not_explain_it() -> None:
+    """The others wait for 50 ms; it spends 2 ms more in one phase."""
+    work = {0: {"forward": 42e6}, 1: {"forward": 40e6}}
+    waits = {0: Moving(exposed_wire_ns=10e6), 1: Moving(10e6, 50e6, waited_for={0: 50e6})}
+    shares = [Share(rank, 20, 2, 102e6, work[rank], {"data-parallel sync": waits[rank]}) for rank in range(2)]
+    [late] = [each for each in causes.find([], Breakdown(tuple(shares), {})) if each.kind == "straggler"]
+    assert late.rank == 0
+    assert "2.0 ms more in forward than they do: that does not explain it, and no other phase does" in late.text
+
+
+@pytest.mark.parametrize(("threads", "settings"), [(1, {"PENSTOCK_IO_THREADS": "4"}), (2, {})])
+def test_threads_are_offered_where_cores_are_free_for_them(threads: int, settings: dict[str, str]) -> None:
+    """Ranks of one host that reduce through memory: with 4 cores for two ranks of one thread each, not of two."""
+    job, _ = planted_records.drawn("slow rank", 1)
+    job.more, job.ranks, job.gradient_bytes = {}, 2, 200e6
+    records, breakdown = planted_records.played(job)
+    for record in records:
+        record.header = dataclasses.replace(record.header, host="h0")
+        record.header.about.update(threads=threads, cores=4, backend="penstock")
+        for reading in record.readings:
+            for name in [name for name in reading.values if name.split(".")[0] in ("nic", "streams", "stream")]:
+                del reading.values[name]
+    [found] = [each for each in causes.find(records, breakdown) if each.kind == "memory copies"]
+    assert found.settings == settings and ("PENSTOCK_IO_THREADS" in found.change) == bool(settings)
 
 
 def test_settings_are_those_of_the_change() -> None:

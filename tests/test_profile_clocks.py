@@ -8,9 +8,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from penstock.profiling.clocks import DRIFT, TOLERANCE_NS, WALL_ERROR_NS, Clock, clocks, offsets
+from penstock.profiling.clocks import DRIFT, TOLERANCE_NS, WALL_ERROR_NS, Clock, clocks
 from penstock.profiling.divide import divide
-from penstock.profiling.matching import Kind, kind, meetings
+from penstock.profiling.matching import Kind, by_rank, kind, meetings
 from penstock.profiling.record import Operation, Record, Sample, Step
 from profiles import data_parallel, header, shifted
 
@@ -62,6 +62,12 @@ class Job:
 
     def true_offset(self, rank: int, true_ns: int) -> int:
         return self.reads(0, true_ns) - self.reads(rank, true_ns)
+
+
+def offsets(records: list[Record]) -> dict[str, tuple[float, float]]:
+    """By host: what to add to its clock, and how wrong that may be in any sampled step."""
+    ranks, _ = by_rank(records)
+    return {host: clock.offset for host, clock in clocks(ranks, meetings(ranks))[0].items()}
 
 
 def assert_within(job: Job, records: list[Record], moments: list[int]) -> dict[str, Clock]:

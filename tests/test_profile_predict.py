@@ -117,6 +117,22 @@ def test_what_chance_explains_is_not_carried_over() -> None:
     assert wild.error > even.error + 0.1
 
 
+@pytest.mark.parametrize("phase", ["evaluation", "checkpoint", ""])
+def test_what_few_steps_have_stays(phase: str) -> None:
+    """A step of 51 ms in twenty has 1 s more: an evaluation of one rank, which the other waits for, or something unknown. The
+    mean step is 101 ms, and with twice the link 81; none of those 50 is chance, or gone without stragglers."""
+    records = alike([51_000_000] * 19 + [1_051_000_000])
+    if phase:
+        last = records[0].steps[-1]
+        records[0].steps[-1] = last._replace(spans=(Span(phase, last.start_ns, last.start_ns + 1_000_000_000),))
+    found = told(records, Network(flow_bytes_s=1.0))
+    twice = found["twice the link"]
+    assert twice.before_ns == pytest.approx(101_000_000)
+    assert twice.after_ns == pytest.approx(81_000_000, rel=1e-3)
+    assert twice.error < 0.01
+    assert found["no straggler"].gain == pytest.approx(1.0, abs=1e-3)
+
+
 @pytest.mark.parametrize("lengths", [[36_000_000, 76_000_000], [46_000_000], [56_000_000], [20_000_000, 70_000_000]])
 def test_what_changes_nothing_gains_nothing(lengths: list[int]) -> None:
     """However far the model, of 51 ms, is from the mean step, by chance or not: gradients of two bytes stay as they are."""

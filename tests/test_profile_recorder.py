@@ -299,7 +299,9 @@ def test_purposes_of_communication(profiled: Any, backend: str) -> None:
                 for wait in waits_of[sample.step]
             )
         # What the script issues and waits for by itself is one since its `wait`, however soon that comes.
-        waits = [(one.start_ns, one.end_ns) for step in record.steps for one in step.waits if one.operation == "all_reduce"]
+        waits = [
+            (one.start_ns, one.end_ns) for step in record.steps for one in step.waits if one.operation == "all_reduce"
+        ]
         assert sum(is_within(wait, one) for wait in waits for one in outer) == STEPS
     groups = [{one.group for one in record.samples[0].operations} for record in job.records]
     assert groups[0] == groups[1]

@@ -80,8 +80,9 @@ def test_series_are_on_the_first_host_s_clock_and_have_shares() -> None:
     found = {each.name: each for each in utilisation.series([record], Breakdown((), {"b": (7.0, 1.0)}))}
     assert set(found) == {"nic.eth0.100.tx_bytes", "nic.lo.tx_bytes", "pid.7.cpu_s"}
     assert found["nic.eth0.100.tx_bytes"].points[0] == ((7, SECOND + 7), 10.0)
-    assert found["nic.eth0.100.tx_bytes"].highest_share == 0.25
-    assert found["pid.7.cpu_s"].highest_share is None
+    limit = found["nic.eth0.100.tx_bytes"].limit
+    assert limit is not None and limit.is_known and limit.bytes_per_s == 40.0
+    assert found["pid.7.cpu_s"].limit is None
     assert Host(record).interfaces() == ["eth0.100"]
 
 
@@ -89,14 +90,19 @@ def test_series_are_on_the_first_host_s_clock_and_have_shares() -> None:
     ("phase", "cause"),
     [("checkpoint", "checkpoint"), ("evaluation", "evaluation"), ("loading", "loading"), ("forward", "slow rank")],
 )
+@pytest.mark.parametrize("is_marked", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_pause_is_a_drop_with_its_cause(phase: str, cause: str, seed: int) -> None:
-    """One rank is in a phase for two seconds, the others wait: the traffic of all hosts drops for that long, and only then."""
+def test_a_pause_is_a_drop_with_its_cause(phase: str, cause: str, seed: int, is_marked: bool) -> None:
+    """One rank is in a phase for two seconds, the others wait, in a call of theirs or, as under DDP, in a backward pass without a
+    mark: the traffic of all hosts drops for that long, and only then."""
     given = random.Random(f"{phase}-{seed}")
     job = planted_records.Job(seed, given, ranks=given.choice([2, 3]), steps=60, gradient_bytes=8e6)
     rank, number = given.randrange(job.ranks), given.randrange(15, 45)
     job.pauses = {number: (rank, phase, 2.0)}
     records, breakdown = planted_records.played(job)
+    if not is_marked:
+        for record in records:
+            record.steps[:] = [_in_the_pass(step) for step in record.steps]
     paused = next(record for record in records if not record.is_of_host).steps[number]
     found = utilisation.drops(records, breakdown)
     assert len(found) == job.ranks, f"seed {seed}"
@@ -107,6 +113,13 @@ def test_a_pause_is_a_drop_with_its_cause(phase: str, cause: str, seed: int) -> 
         assert abs(drop.interval[1] - paused.end_ns) < 0.7 * SECOND
     job.pauses = {1: (rank, phase, 2.0)}
     assert utilisation.drops(*planted_records.played(job)) == [], "the first two steps do not count"
+
+
+def _in_the_pass(step: Step) -> Step:
+    """All that comes after the beginning of the backward pass is in it."""
+    begun = next(span.start_ns for span in step.spans if span.phase == "backward")
+    kept = tuple(span for span in step.spans if span.end_ns <= begun or span.phase in ("checkpoint", "evaluation"))
+    return step._replace(spans=(Span("backward", begun, step.end_ns), *kept), waits=())
 
 
 def test_steps_that_are_alike_have_no_drops() -> None:

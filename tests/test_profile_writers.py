@@ -21,6 +21,7 @@ import profiled
 from penstock.errors import Config
 from penstock.profiling.breakdown import Breakdown, Moving, Share
 from penstock.profiling.divide import divide
+from penstock.profiling.readers import load
 from penstock.profiling.record import Event, Operation, Readings, Record, Sample, Step
 from penstock.profiling.usage import groups
 from penstock.profiling.writers import csv, from_json, json, kineto, perfetto, usage_csv
@@ -142,6 +143,15 @@ def test_any_record_makes_valid_traces(seed: int, tmp_path: pathlib.Path) -> Non
     loaded(tmp_path / "t.json")
     for path in kineto(records, tmp_path):
         loaded(path)
+
+
+def test_our_own_traces_are_not_read_back(tmp_path: pathlib.Path) -> None:
+    """They have less than the records, and as traces of torch.profiler they would tell something else."""
+    records = data_parallel(2, sampled=(3,))
+    perfetto(records, tmp_path / "t.json")
+    for path in (tmp_path / "t.json", *kineto(records, tmp_path / "ranks"), tmp_path / "ranks"):
+        with pytest.raises(Config, match=r"a trace that penstock profile has written.*read the folder of those"):
+            load(path)
 
 
 def test_traces_of_ranks_have_what_holistictraceanalysis_looks_for(tmp_path: pathlib.Path) -> None:

@@ -24,6 +24,10 @@ def text(job: Snapshot) -> str:
     def of_ranks(name: str) -> list[_Value]:
         return [({"rank": rank}, each[name]) for rank, each in known.items() if each[name] is not None]
 
+    def counted(name: str) -> list[_Value]:
+        """Nothing where no script counts."""
+        return of_ranks(name) if any(each[name] for each in known.values()) else []
+
     def of_peers(index: int) -> list[_Value]:
         if job.world > _MANY:
             return []
@@ -48,7 +52,7 @@ def text(job: Snapshot) -> str:
     for each in (each for rank, each in known.items() if rank in job.live):
         hosts[each["host"]] = max(hosts.get(each["host"], 0.0), each["retransmitted_per_s"])
     up = [({"rank": each.rank}, float(each.rank in job.live)) for each in job.ranks]
-    links = [({"host": link.host}, link) for link in job.links]
+    links = [({"host": link.host}, link) for link in job.links if link.is_telling]
     late = [] if job.straggler is None else [({"rank": job.straggler.rank}, job.straggler.late_s)]
     families: list[tuple[str, str, str, Iterable[_Value]]] = [
         ("job_ranks", "gauge", "Ranks of the job.", [({}, job.world)]),
@@ -56,8 +60,8 @@ def text(job: Snapshot) -> str:
         ("rank_up", "gauge", "1 for a rank that is heard of.", up),
         ("steps_total", "counter", "Steps of the training.", of_ranks("steps")),
         ("step_seconds", "gauge", "Median step of the last look.", of_ranks("median_s")),
-        ("samples_per_second", "gauge", "As penstock.live.count was told.", of_ranks("samples_per_s")),
-        ("tokens_per_second", "gauge", "As penstock.live.count was told.", of_ranks("tokens_per_s")),
+        ("samples_per_second", "gauge", "As penstock.live.count was told.", counted("samples_per_s")),
+        ("tokens_per_second", "gauge", "As penstock.live.count was told.", counted("tokens_per_s")),
         (
             "collectives_in_flight_ratio",
             "gauge",

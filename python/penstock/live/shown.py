@@ -125,7 +125,8 @@ def _ranks(job: Snapshot) -> dict[str, Any]:
             )
 
         shown = sorted(sorted(shown, key=trouble)[:_MOST_ROWS], key=lambda each: each.rank)
-    note = "Under way: the share of the time with a collective of the rank. The rank that the others wait for has the least."
+    note = "Under way: the share of the time with a collective of the rank. The rank that the others wait for has the least. "
+    note += "Numbers of other ranks than 0 are up to a second older."
     if len(shown) < job.world:
         note += f" {len(shown)} of {job.world} ranks: the silent ones, and those that are waited for."
     columns = ["rank", "state", "step", "under way", "sent", "received", "of tensors", "steps", "host", "waits for"]

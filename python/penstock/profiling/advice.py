@@ -11,7 +11,7 @@ from penstock.profiling.measures import Measures
 from penstock.profiling.predict import Network, Prediction, predict
 from penstock.profiling.record import Record
 
-__all__ = ["WITHOUT", "Advice", "Change", "advise", "network_of"]
+__all__ = ["Advice", "Change", "advise", "is_listed", "network_of"]
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,25 @@ class Advice:
         """One list of all: predictions, and what those causes suggest that no prediction is about."""
         found = [_predicted(each, self.causes) for each in self.predictions]
         for cause in self.causes:
-            if cause.kind in WITHOUT and not any(_is_about(each, cause) for each in self.predictions):
+            if is_listed(cause) and not any(_is_about(each, cause) for each in self.predictions):
                 found.append(_suggested(cause))
         return tuple(sorted(found, key=lambda each: -each.expected_ns))
 
     def to_apply(self) -> tuple[Change | None, list[tuple[int, Change]]]:
-        """The change that `penstock profile --apply` makes: the best one with a prediction, else the best one. And those that are
-        ranked before it, with their places from 1 on."""
+        """The change that `penstock profile --apply` makes: the best one with a prediction, if that gains by more than its error,
+        else the best one. And those that are ranked before it, with their places from 1 on."""
         changes = self.changes
         possible = [each for each in changes if not each.obstacle]
-        best = next((each for each in possible if each.prediction is not None), possible[0] if possible else None)
+        sure = (each for each in possible if each.prediction is not None and each.expected_ns > 0)
+        best = next(sure, possible[0] if possible else None)
         if best is None:
             return None, list(enumerate(changes, 1))
         return best, list(enumerate(changes[: changes.index(best)], 1))
+
+
+def is_listed(cause: Cause) -> bool:
+    """Whether what it suggests has a place in the list of changes. Computing has one where ranks leave cores unused."""
+    return cause.kind in WITHOUT and (cause.kind != "compute" or bool(cause.settings))
 
 
 def _predicted(found: Prediction, causes: Sequence[Cause]) -> Change:
@@ -118,7 +124,7 @@ def advise(records: Sequence[Record], breakdown: Breakdown, *, everything: bool 
     if not everything:
         # Where small buckets hold all gradients already, larger ones are the same.
         different = {(each.after_ns, each.error): each for each in reversed(predictions)}.values()
-        predictions = [each for each in reversed(different) if each.gain >= 1 + LEAST_GAIN]
+        predictions = [each for each in reversed(different) if each.gain >= 1 + max(LEAST_GAIN, OF_ERROR * each.error)]
     return Advice(tuple(causes), tuple(predictions))
 
 
@@ -140,6 +146,8 @@ def network_of(records: Sequence[Record], breakdown: Breakdown, causes: Sequence
 
 
 LEAST_GAIN = 0.01
+OF_ERROR = 0.25
+"""A gain of less than this part of its stated error tells nothing."""
 PAYLOAD = 0.956
 """Of a link's bytes: TCP over Ethernet with frames of 1,500 bytes and time stamps."""
 WAITS = ("wait", "loading", "checkpoint", "evaluation")
@@ -170,8 +178,9 @@ WITHOUT = {
     "memory copies": "cheaper copies",
     "bubble": "a smaller bubble",
     "jitter": "even ranks",
+    "compute": "more threads to compute with",
 }
-"""By kind of cause, what its change would make. Computing, and what no rule explains, no setting makes shorter."""
+"""By kind of cause, what its change would make. What no rule explains no setting makes shorter."""
 ELSEWHERE = {
     "twice the link": "it takes a faster link between the hosts",
     "no straggler": "look at the rank that the others wait for",

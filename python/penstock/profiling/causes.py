@@ -181,6 +181,8 @@ def _straggler(measures: Measures, number: int, waited_ns: float) -> Cause:
     if phase in ("checkpoint", "evaluation"):
         return Cause(phase, phase, f"{waiting}, for its {phase}", CHANGES[phase], waited_ns, gain_ns, **where)  # type: ignore[arg-type]
     text = f"{waiting}, which spends {_ms(more.get(phase, 0.0))} more in {phase} than they do"
+    if more.get(phase, 0.0) < OF_EXCESS * waited_ns:
+        text += ": that does not explain it, and no other phase does"
     change = _and_check(measures, CHANGES["straggler"], "names it while training")
     if phase == "other" and _needs_no_processor(measures, rank, more.get(phase, 0.0)):
         text += ", without a processor"
@@ -375,10 +377,12 @@ def _busy_core(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cau
             "more, and found no free processor"
         )
         numbers = {"queued_ms": rank.communication_queued_ns / 1e6, "wire_ms": measures.wire_ns(rank) / 1e6}
-        gain_ns = cost_ns * min(1.0, queued)
         change, settings = _free_cores(measures, rank.host)
+        # What the thread runs for itself stays.
+        gain_ns = cost_ns * max(0.0, min(queued, 1 - rank.communication_cpu_ns / max(1.0, measures.wire_ns(rank))))
         whose = rank.number, rank.host
-        return Cause("contention", "wire", text, change, gain_ns, gain_ns, *whose, "", numbers, settings=settings)
+        part_ns = cost_ns * min(1.0, queued)
+        return Cause("contention", "wire", text, change, part_ns, gain_ns, *whose, "", numbers, settings=settings)
     rank = max(measures.ranks, key=lambda each: each.communication_cpu_ns / max(1.0, measures.wire_ns(each)))
     busy = rank.communication_cpu_ns / max(1.0, measures.wire_ns(rank))
     if busy < BUSY_CORE:
@@ -387,15 +391,20 @@ def _busy_core(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cau
     numbers = {"thread_ms": rank.communication_cpu_ns / 1e6, "wire_ms": measures.wire_ns(rank) / 1e6}
     shares = [link.share for link in links if link.share is not None and link.limit is not None and link.limit.is_known]
     gain_ns = cost_ns * (1 - max([1 / FOUR_THREADS, *(min(1.0, share / FULL) for share in shares)]))
-    change = _on_penstock(measures, "PENSTOCK_IO_THREADS=4")
-    settings = MORE_THREADS if has_settings(measures.backend) else {}
+    change, settings = _more_threads(measures, rank.host)
     return Cause(
         "one core", "wire", text, change, cost_ns, gain_ns, rank.number, rank.host, "", numbers, settings=settings
     )
 
 
-def _on_penstock(measures: Measures, setting: str) -> str:
-    return setting if has_settings(measures.backend) else f"init_process_group('penstock'), with {setting}"
+def _more_threads(measures: Measures, host: str) -> tuple[str, dict[str, str]]:
+    """More threads that move and add bytes, and as settings, if a host has cores for them; and what else helps."""
+    has_cores = measures.has_free_cores(host)
+    change = "PENSTOCK_IO_THREADS=4" if has_cores else "more cores: ranks compute on all that the host has"
+    change += "; wire=torch.float16 halves the bytes"
+    if not has_settings(measures.backend):
+        return f"init_process_group('penstock'), with {change}", {}
+    return change, dict(MORE_THREADS) if has_cores else {}
 
 
 def _flow_cap(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cause | None:
@@ -463,8 +472,7 @@ def _copies(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cause 
         settings = {"backend": "penstock"} if measures.backend == "gloo" else {}
     else:
         text = f"ranks of one host reduce {_mbit(rate)}, which only memory and processors limit"
-        change = _on_penstock(measures, "PENSTOCK_IO_THREADS=4 if cores are free; wire=torch.float16 halves the bytes")
-        settings = MORE_THREADS if has_settings(measures.backend) else {}
+        change, settings = _more_threads(measures, rank.host)
     return Cause("memory copies", "wire", text, change, cost_ns, host=rank.host, numbers=numbers, settings=settings)
 
 
@@ -485,19 +493,51 @@ def _work(measures: Measures) -> Iterator[Cause]:
     for phase in ("checkpoint", "evaluation"):
         spent = min(rank.share.work.get(phase, 0.0) for rank in measures.ranks)
         yield Cause(phase, phase, f"{_ms(spent)} a step go to {phase}, in the mean", CHANGES[phase], spent)
-    queued = [rank.training_queued_ns for rank in measures.ranks if rank.training_queued_ns is not None]
-    usual = min([*queued, *(rank.compute_ns for rank in measures.ranks)]) if queued else 0.0
+    usual = _queued(measures)
     text = f"the training thread of each rank could have run for {_ms(usual)} a step more, and found no free processor"
     change, settings = _free_cores(measures)
     numbers = {"queued_ms": usual / 1e6}
     yield Cause("contention", "compute", text, change, usual, usual, numbers=numbers, settings=settings)
-    compute = min(rank.compute_ns for rank in measures.ranks)
-    share = compute / measures.unprofiled_ns
-    text = f"the ranks compute for {_ms(compute)} a step, {share:.0%} of it"
+    yield _compute(measures, min(rank.compute_ns for rank in measures.ranks) - usual)
+
+
+def _queued(measures: Measures) -> float:
+    """How long the training thread of each rank waits for a processor while it computes: no longer than it computes without
+    running. Counters go on while torch's profiler starts and stops, for which the thread runs."""
+    found = [
+        min(
+            rank.training_queued_ns * rank.share.unprofiled_ns / max(1.0, rank.share.step_ns),
+            rank.compute_ns - max(0.0, rank.training_cpu_ns - rank.share.work.get(MEASURING, 0.0)),
+        )
+        for rank in measures.ranks
+        if rank.training_queued_ns is not None
+    ]
+    return max(0.0, min(found, default=0.0))
+
+
+def _compute(measures: Measures, compute_ns: float) -> Cause:
+    """What all ranks compute: by phase, and whether Python holds it, or the operators and the threads that these have."""
+    share = compute_ns / measures.unprofiled_ns
+    text = f"the ranks compute for {_ms(compute_ns)} a step, {share:.0%} of it"
+    numbers = {"compute_ms": compute_ns / 1e6, "share_of_step": share}
+    parts = {
+        phase: part for phase, part in measures.computing().items() if part[0] >= LEAST_SHARE * measures.unprofiled_ns
+    }
+    for phase, (ns, operators) in parts.items():
+        numbers |= {f"{phase.replace(' ', '_')}_ms": ns / 1e6, f"{phase.replace(' ', '_')}_operators_share": operators}
+    if parts:
+        told = sorted(parts.items(), key=lambda part: -part[1][0])
+        text += ": " + ", ".join(f"{phase} {_ms(ns)} ({operators:.0%} in operators)" for phase, (ns, operators) in told)
     change = "faster devices, a smaller model, or lower precision: communication and input do not bound this part"
-    yield Cause(
-        "compute", "compute", text, change, compute, numbers={"compute_ms": compute / 1e6, "share_of_step": share}
-    )
+    of_python = [phase for phase, (_, operators) in parts.items() if operators < MOSTLY]
+    if of_python:
+        change = f"{_listed(of_python)}: Python between operators takes most of it: torch.compile, larger batches"
+        change += ", fused=True for the optimizer" * ("optimizer" in of_python)
+    more = measures.more_threads()
+    settings = {"OMP_NUM_THREADS": str(more)} if more else {}
+    if more:
+        change = f"OMP_NUM_THREADS={more}: a rank has so many cores, and computes with fewer threads; else {change}"
+    return Cause("compute", "compute", text, change, compute_ns, numbers=numbers, settings=settings)
 
 
 def _loader(
@@ -550,6 +590,10 @@ def _free_cores(measures: Measures, host: str = "") -> tuple[str, dict[str, str]
         return "stop what runs beside it, or give it cores of its own (taskset -c)", {}
     change = f"OMP_NUM_THREADS={fewer}: the ranks of a host compute with more threads than it has cores; "
     return change + "or stop what runs beside them", {"OMP_NUM_THREADS": str(fewer)}
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def _streams_to_a_peer(link: Link) -> int:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from penstock.profiling.matching import Kind, Meeting, by_rank, meetings
+from penstock.profiling.matching import Kind, Meeting
 from penstock.profiling.record import Record
 
-__all__ = ["DRIFT", "WALL_AGREES_NS", "WALL_ERROR_NS", "Clock", "clocks", "offsets"]
+__all__ = ["DRIFT", "WALL_AGREES_NS", "WALL_ERROR_NS", "Clock", "clocks"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -66,13 +66,6 @@ class Clock:
         before, after = knots[at - 1], knots[at]
         share = (time_ns - before[0]) / (after[0] - before[0])
         return before[what] + share * (after[what] - before[what])
-
-
-def offsets(records: Sequence[Record]) -> dict[str, tuple[float, float]]:
-    """By host: what to add to its clock to get the clock of the host of the lowest rank, and how wrong that may be in any
-    sampled step of the run, all in ns."""
-    ranks, _ = by_rank(records)
-    return {host: clock.offset for host, clock in clocks(ranks, meetings(ranks))[0].items()}
 
 
 def clocks(records: Sequence[Record], met: Iterable[Meeting]) -> tuple[dict[str, Clock], list[str]]:

@@ -240,8 +240,9 @@ def _share(
     sampled = sum(step.number in samples for step in counted)
     if sampled == 0:
         problems.append(
-            f"rank {rank} has no sampled step after its first {_warm_up(record)}: its communication is not told apart, exposed "
-            "time is counted as wire, and what is hidden is unknown; let it run for more steps"
+            f"rank {rank} has no sampled step after its first {_warm_up(record)}: of its communication only marked waits are "
+            "known, and count as wire; what DDP waits for counts as backward, and what is hidden is unknown; let it run for more "
+            "steps"
         )
     elif sums.running_on > 0.01 * sum(step.end_ns - step.start_ns for step in counted):
         problems.append(

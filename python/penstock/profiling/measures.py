@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from penstock.addresses import split
 from penstock.profiling.breakdown import MEASURING, Breakdown, Share
+from penstock.profiling.intervals import overlaps, union, without
+from penstock.profiling.phases import marked_waits, phases
 from penstock.profiling.record import Interval, Record
 from penstock.profiling.streams import ends
 from penstock.profiling.utilisation import MEMORY_READ, Host, Limit, hosts, steady
@@ -139,16 +141,60 @@ class Measures:
     def fewer_threads(self, host: str = "") -> int:
         """With how many threads each rank of a host would compute if its cores were shared out; 0 where they have no more than
         that. Without a host: of the one with the least cores for a rank."""
-        fair: list[int] = []
-        for name in {rank.host for rank in self.ranks} if not host else {host}:
-            about = [self._records[rank.number].header.about for rank in self.ranks if rank.host == name != ""]
-            threads, cores = (
-                [each[key] for each in about if isinstance(each.get(key), int)] for key in ("threads", "cores")
-            )
-            share = max(1, min(cores) // len(about)) if cores else 0
-            if len(threads) == len(about) > 0 and share and max(threads) > share:
-                fair.append(share)
-        return min(fair, default=0)
+        known = [each for name in self._named(host) if (each := self._threads(name)) is not None]
+        return min((fair for most, fair, _ in known if most > fair), default=0)
+
+    def more_threads(self) -> int:
+        """With how many threads each rank could compute if its host's cores were shared out; 0 where that is no more than what
+        ranks have, or unknown of a host."""
+        known = [self._threads(name) for name in self._named()]
+        fair = min((each[1] for each in known if each is not None), default=0)
+        return fair if all(each is not None and each[0] < fair for each in known) else 0
+
+    def has_free_cores(self, host: str) -> bool:
+        """Whether a host has cores that ranks do not compute on, as far as that is known."""
+        known = self._threads(host)
+        return known is None or known[2] > 0
+
+    def _named(self, host: str = "") -> set[str]:
+        return {host} if host else {rank.host for rank in self.ranks}
+
+    def _threads(self, host: str) -> tuple[int, int, int] | None:
+        """With how many threads the ranks of a host compute at most, how many each would have if its cores were shared out, and
+        how many cores there are beside all those threads; None where that is unknown."""
+        about = [self._records[rank.number].header.about for rank in self.ranks if rank.host == host != ""]
+        threads, cores = (
+            [each[key] for each in about if isinstance(each.get(key), int)] for key in ("threads", "cores")
+        )
+        if not cores or len(threads) != len(about):
+            return None
+        return max(threads), max(1, min(cores) // len(about)), min(cores) - sum(threads)
+
+    def computing(self) -> dict[str, tuple[float, float]]:
+        """By phase: what the median rank computes in it, in ns a step, and in which part of that its thread was in torch's
+        operators, in sampled steps. The rest is Python between them. Empty without samples, and on GPUs, which compute beside
+        the thread."""
+        spent: dict[str, float] = {}
+        ran: dict[str, float] = {}
+        for record in self._records.values():
+            steps = {step.number: step for step in record.steps}
+            for sample in record.samples:
+                if sample.device is not None or not sample.busy or sample.step not in steps:
+                    continue
+                step = steps[sample.step]
+                busy = [(start, end, None) for start, end in sample.busy]
+                moving = union((one.issued_ns, one.ended_ns, None) for one in sample.operations)
+                # A backward pass may stand still for what moves, without a mark.
+                timeline = without(without(phases(step), marked_waits(step)), without(moving, busy))
+                for start, end, phase in timeline:
+                    spent[phase] = spent.get(phase, 0.0) + end - start
+                for start, end, phase, _ in overlaps(timeline, busy):
+                    ran[phase] = ran.get(phase, 0.0) + end - start
+        return {
+            phase: (self.median(rank.share.work.get(phase, 0.0) for rank in self.ranks), ran.get(phase, 0.0) / ns)
+            for phase, ns in spent.items()
+            if phase not in NOT_COMPUTE and ns > 0
+        }
 
     def disks(self, host: str) -> tuple[str, float]:
         """The busiest disk of a host, and the share of time in which it was busy."""

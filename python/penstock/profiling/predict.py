@@ -162,9 +162,12 @@ class _Told:
         if not math.isfinite(ratio):
             return
         before = statistics.fmean(model.measured_ns for model in self.models)
+        rare = self.models[0].rare_ns  # no change here makes that shorter
+        after = before * ratio + rare
         error = unsure + statistics.fmean(errors) + statistics.pstdev(ratios) / ratio if ratio else 0.0
+        error *= before * ratio / after if after else 0.0
         because = because or self.numbers
-        self.made.append(Prediction(change, how, before, before * ratio, error, because, settings or {}, against))
+        self.made.append(Prediction(change, how, before + rare, after, error, because, settings or {}, against))
 
 
 def predict(records: Sequence[Record], network: Network | None = None) -> list[Prediction]:

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from penstock.profiling.breakdown import OTHER, PURPOSES
 from penstock.profiling.clocks import Clock, clocks
-from penstock.profiling.divide import WARM_UP_STEPS, flight, standing
-from penstock.profiling.intervals import Piece, overlaps, union
+from penstock.profiling.divide import OUTLIER, WARM_UP_STEPS, flight, standing
+from penstock.profiling.intervals import Piece, clipped, overlaps, union
 from penstock.profiling.matching import Kind, Meeting, by_rank, kind, meetings
 from penstock.profiling.phases import marked_waits
 from penstock.profiling.record import Operation, Record, Sample, Step
@@ -132,6 +132,9 @@ class Model:
     periods: tuple[Period, ...]
     passes: Mapping[int, Passes] = field(default_factory=dict)
     """By rank."""
+    rare_ns: float = 0.0
+    """More of the mean step, in none of the above: evaluations and checkpoints that few steps have, and what makes few steps many
+    times as long."""
 
 
 def wire_bytes(operation: Operation, ranks: int) -> float:
@@ -167,13 +170,20 @@ def models(records: Sequence[Record], hosts: Mapping[int, str] | None = None) ->
     plain = {record.header.rank: _plain(record) for record in ranks}
     steps = [{step.number: step for step in record.steps} for record in ranks]
     steps_of = {record.header.rank: own for record, own in zip(ranks, steps, strict=True)}
-    usual_ns, unsure_ns = _mean_length([plain[record.header.rank] for record in ranks])
-    found = []
     seen = [set(each) for each in samples] + [set(each) for each in steps]
-    for number in sorted(set.intersection(*seen)):
-        here = by_step.get(number, [])
-        if not here or not all(meeting.is_whole for meeting in here):
-            continue
+    whole = [
+        number
+        for number in sorted(set.intersection(*seen))
+        if by_step.get(number) and all(meeting.is_whole for meeting in by_step[number])
+    ]
+    rare = _rare(steps, plain.values())
+    if all(rare.get(number) for number in whole):
+        rare = {}  # no sample shows a step without
+    whole = [number for number in whole if not rare.get(number)]
+    usual_ns, unsure_ns, rare_ns = _mean_length(list(plain.values()), rare)
+    found = []
+    for number in whole:
+        here = by_step[number]
         moves, move_of = _moves(here, hosts or {})
         acts, starts, lengths, passes = {}, {}, [], {}
         for record, own_samples, own_steps in zip(ranks, samples, steps, strict=True):
@@ -188,17 +198,39 @@ def models(records: Sequence[Record], hosts: Mapping[int, str] | None = None) ->
             lengths.append(step.end_ns - step.start_ns)
         periods = _periods(moves, here, {record.header.rank: clock_of[record.header.host] for record in ranks})
         length = usual_ns or statistics.fmean(lengths)
-        found.append(Model(number, starts, acts, moves, length, unsure_ns, periods, passes))
-    return _as_plain(found, plain, steps_of)
+        found.append(Model(number, starts, acts, moves, length, unsure_ns, periods, passes, rare_ns))
+    usual = {rank: [step for step in own if not rare.get(step.number)] for rank, own in plain.items()}
+    return _as_plain(found, usual, steps_of)
 
 
-def _mean_length(plain: Sequence[Sequence[Step]]) -> tuple[float, float]:
-    """Of the plain steps of all ranks, and two standard errors of it; zeros where a rank has none."""
-    lengths = [step.end_ns - step.start_ns for steps in plain for step in steps]
+def _rare(steps: Iterable[Mapping[int, Step]], plain: Iterable[Sequence[Step]]) -> dict[int, int]:
+    """By number of the step, how long evaluations and checkpoints are there on the rank with the most, for which others wait.
+    Nothing if half of the plain steps have some."""
+    found: dict[int, int] = {}
+    for own in steps:
+        for number, step in own.items():
+            spans = ((span.start_ns, span.end_ns, None) for span in step.spans if span.phase in RARE)
+            ns = sum(end - start for start, end, _ in union(clipped(spans, step.start_ns, step.end_ns)))
+            if ns:
+                found[number] = max(found.get(number, 0), ns)
+    numbers = {step.number for own in plain for step in own}
+    return found if 2 * len(numbers & set(found)) < len(numbers) else {}
+
+
+def _mean_length(plain: Sequence[Sequence[Step]], rare: Mapping[int, int]) -> tuple[float, float, float]:
+    """Of the plain steps of all ranks, without what is rare; two standard errors of that; and what is rare, of the mean step.
+    Zeros where a rank has none."""
     if not all(plain):
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
+    lengths: list[float] = []
+    for steps in plain:
+        own = [max(0, step.end_ns - step.start_ns - rare.get(step.number, 0)) for step in steps]
+        median = statistics.median(own)
+        lengths += [length if length <= OUTLIER * median else median for length in own]
+    whole = statistics.fmean(step.end_ns - step.start_ns for steps in plain for step in steps)
+    mean = statistics.fmean(lengths)
     # Ranks that wait for each other say the same, so that of one rank counts.
-    return statistics.fmean(lengths), 2 * statistics.pstdev(lengths) / math.sqrt(len(lengths) / len(plain))
+    return mean, 2 * statistics.pstdev(lengths) / math.sqrt(len(lengths) / len(plain)), whole - mean
 
 
 def _as_plain(
@@ -543,6 +575,8 @@ def evened(model: Model) -> Model:
     return replace(model, acts=acts, starts_ns=dict.fromkeys(model.starts_ns, 0.0))
 
 
+RARE = ("evaluation", "checkpoint")
+"""Phases that only some steps have, and no change here makes shorter."""
 FEW = 3
 """Fewer plain steps than this say little on the mean."""
 ALIKE = 0.02

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.profiling.breakdown import Breakdown
+from penstock.profiling.intervals import Piece, clipped
 from penstock.profiling.record import Interval, Readings, Record
 
 __all__ = [
@@ -143,13 +144,6 @@ class Series:
     """On the first host's clock."""
     limit: Limit | None = None
 
-    @property
-    def highest_share(self) -> float | None:
-        """Of the limit; None if none is known."""
-        if self.limit is None or not self.limit.is_known or not self.points:
-            return None
-        return max(rate for _, rate in self.points) / self.limit.bytes_per_s
-
 
 def with_links(records: Sequence[Record], bytes_per_s: float) -> list[Record]:
     """The records, in which each interface of a host carries at most so much in each direction."""
@@ -245,6 +239,7 @@ def drops(records: Sequence[Record], breakdown: Breakdown) -> list[Drop]:
         return []
     shifts = {host: round(offset) for host, (offset, _) in breakdown.offsets_ns.items()}
     step_ns = statistics.median(step.end_ns - step.start_ns for record in ranks for step in record.steps)
+    late = _late(ranks, shifts)
     found = []
     for host in hosts(records):
         shift = shifts.get(host.name, 0)
@@ -266,13 +261,18 @@ def drops(records: Sequence[Record], breakdown: Breakdown) -> list[Drop]:
                     here = list(group)
                     interval = (bins[here[0]][0], bins[here[-1]][1])
                     share = sum(carried[at] for at in here) / (usual * len(here))
-                    cause, rank = _cause(ranks, host, interface, interval, shifts)
+                    cause, rank = _cause(ranks, host, interface, interval, shifts, late)
                     found.append(Drop(host.name, name, interval, share, cause, rank))
     return found
 
 
 def _cause(
-    ranks: Sequence[Record], host: Host, interface: str, interval: Interval, shifts: dict[str, int]
+    ranks: Sequence[Record],
+    host: Host,
+    interface: str,
+    interval: Interval,
+    shifts: dict[str, int],
+    late: dict[int, list[Piece[None]]],
 ) -> tuple[str, int | None]:
     """What happened for at least `EXPLAINS` of an interval, the rarest first."""
     length = interval[1] - interval[0]
@@ -294,7 +294,29 @@ def _cause(
     others = [share for rank, share in waits.items() if rank != least]
     if others and min(others) >= EXPLAINS and waits[least] < min(others) / 2:
         return "slow rank", least
+    # DDP waits without a mark.
+    held = {rank: sum(b - a for a, b, _ in clipped(own, *interval)) for rank, own in late.items()}
+    last = max(held, key=lambda rank: held[rank], default=None)
+    if last is not None and held[last] >= EXPLAINS * length:
+        return "slow rank", last
     return "", None
+
+
+def _late(ranks: Sequence[Record], shifts: dict[str, int]) -> dict[int, list[Piece[None]]]:
+    """By rank, on one clock: from when all others had begun their first backward pass of a step until this one did."""
+    begun: dict[int, list[tuple[int, int]]] = {}
+    for record in ranks:
+        shift = shifts.get(record.header.host, 0)
+        for step in record.steps:
+            starts = [span.start_ns for span in step.spans if span.phase == "backward"]
+            if starts:
+                begun.setdefault(step.number, []).append((min(starts) + shift, record.header.rank))
+    found: dict[int, list[Piece[None]]] = {}
+    for each in begun.values():
+        if len(each) == len(ranks) > 1:
+            before, last = sorted(each)[-2:]
+            found.setdefault(last[1], []).append((before[0], last[0], None))
+    return found
 
 
 def _time_in(record: Record, phase: str | None, interval: Interval, shifts: dict[str, int]) -> int:

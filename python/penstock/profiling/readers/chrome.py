@@ -137,7 +137,7 @@ class Chrome:
 _DECODER = json.JSONDecoder(strict=False)
 _NONE = object()
 _SIGN = re.compile(r"\S")
-WANTED = ("distributedInfo", "host_name", "baseTimeNanoseconds")
+WANTED = ("distributedInfo", "host_name", "baseTimeNanoseconds", "writer")
 MOST_VALUE = 16 << 20
 """Characters of one event, or of what stands beside them: the groups of a job of thousands of ranks have millions."""
 MOST_BAD = 100

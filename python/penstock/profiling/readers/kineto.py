@@ -87,6 +87,10 @@ def _read(text: Text, chrome: Chrome, gathered: _Gathered, cut: str) -> tuple[Re
     about = chrome.about
     if not chrome.has_events:
         raise Config(f"{text.path} is JSON, but no trace: it has no list traceEvents. {WHAT_WE_READ}")
+    if about.get("writer") == "penstock":
+        raise Config(
+            f"{text.path} is a trace that penstock profile has written, which has less than its records: read the folder of those"
+        )
     gathered.settle(_base_ns(about))
     if not gathered.host and not gathered.kernels:
         why = f" ({'; '.join(chrome.problems)})" if chrome.problems else ""

@@ -330,7 +330,7 @@ def _write(write: Callable[[str], Any], job: _Job, record: Record | None, events
     """The file: a header in lines, which HolisticTraceAnalysis searches for the rank, then an event a line."""
     some = record or (job.ranks[0] if job.ranks else None)
     world = some.header.world if some else 0
-    write('{\n "schemaVersion": 1,\n "displayTimeUnit": "ms",\n')
+    write('{\n "schemaVersion": 1,\n "writer": "penstock",\n "displayTimeUnit": "ms",\n')
     if some is not None:
         clock = job.clock_of[job.ranks[0].header.host]
         header = job.ranks[0].header

@@ -22,8 +22,12 @@ def first(cells: Sequence[Means]) -> Picture:
         chosen = [order[round(index * (len(order) - 1) / (FIRST_BARS - 1))] for index in range(FIRST_BARS)]
         how += f" Of {len(cells)} cells {FIRST_BARS} are shown, from the least to the most."
     low, high = order[0], order[-1]
-    see = f"Ranks stand still for {low.share:.0%} to {high.share:.0%} of a step."
-    bars = [_bar(each, f"{each.cell.model}, {_short(each)}") for each in chosen]
+    least, most = (f"{each.share:.0%}" for each in (low, high))
+    see = f"Ranks stand still for {least if least == most else f'{least} to {most}'} of a step."
+    labels = [f"{each.cell.model}, {_short(each)}" for each in chosen]
+    if len(set(labels)) < len(labels):
+        labels = [f"{each.cell.model}, {each.cell.parallel}, {name(each.cell)}" for each in chosen]
+    bars = [_bar(each, label) for each, label in zip(chosen, labels, strict=True)]
     return Picture("steps", Bars(STEP, bars, KEY), see, how)
 
 

@@ -115,6 +115,8 @@ MOST_BYTES = 64 << 10
 MOST_RUNS = 10_000
 """At ten seconds each more than a day."""
 _WHOLE: dict[str, int] = {"steps": 30, "repeats": 3, "seed": 1}
+_LEAST = {"steps": 6, "repeats": 1, "seed": 0}
+"""The first step that the profile looks into is the fifth."""
 
 
 def read(path: Path, models: Sequence[str]) -> Matrix:
@@ -144,9 +146,8 @@ def read(path: Path, models: Sequence[str]) -> Matrix:
     whole = {}
     for name, usual in _WHOLE.items():
         value = given.get(name, usual)
-        if isinstance(value, bool) or not isinstance(value, int) or not (name != "seed") <= value <= MOST:
-            above = " above 0" if name != "seed" else ""
-            raise Config(f"{path}: {name} is a whole number{above}, up to {MOST:,}, and not {_told(value)}")
+        if isinstance(value, bool) or not isinstance(value, int) or not _LEAST[name] <= value <= MOST:
+            raise Config(f"{path}: {name} is a whole number from {_LEAST[name]} to {MOST:,}, and not {_told(value)}")
         whole[name] = value
     products = given.get("runs", [{}])
     if not isinstance(products, list) or not products:

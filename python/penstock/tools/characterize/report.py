@@ -39,8 +39,8 @@ def page(
     return Page(
         kind="penstock characterize",
         answer=(
-            f"Communication takes {most.share:.0%} of a step of {most.cell.model} at most ({name(most.cell)}); "
-            f"{agreed} of {len(judgements)} findings of the paper agree"
+            f"Communication takes {most.share:.0%} of a step of {most.cell.model} at most ({name(most.cell)})"
+            + (f"; {agreed} of {len(judgements)} findings of the paper agree" if judgements else "")
         ),
         picture=figures.first(cells),
         next=Next(

@@ -239,7 +239,7 @@ def _tell(
     if link_mbit is not None:
         records = with_links(records, link_mbit * 1e6 / 8)
     breakdown = found if isinstance(found, Breakdown) else divide(records)
-    advice = advise(records, breakdown) if records else None
+    advice = advise(records, breakdown)
     click.echo(text(breakdown, records, advice), nl=False)
     for problem in breakdown.problems:
         _say(problem)

@@ -121,6 +121,8 @@ def bars(name: str, shares: Sequence[Share], most: int) -> Picture:
     low, high = (pick(shares, key=_still) for pick in (min, max))
     if len(shares) == 1:
         see = f"Rank {low.rank} stands still for {share(_still(low))} of its step."
+    elif share(_still(low)) == share(_still(high)):
+        see = f"All ranks stand still for {share(_still(low))} of their step."
     else:
         see = (
             f"Rank {high.rank} stands still most, {share(_still(high))} of its step, and rank {low.rank} "
@@ -179,7 +181,9 @@ def following(breakdown: Breakdown, shares: Sequence[Share]) -> Next:
     loading = sum(each.work.get("loading", 0.0) for each in shares)
     most = max(wire, waits, loading)
     if most < 0.05 * step:
-        return Next("Look at the operators: this step is computation.", "penstock profile --perfetto trace.json -- ...")
+        return Next(
+            "Look at the operators: this step is computation.", "penstock profile --read FOLDER --perfetto trace.json"
+        )
     if most == loading:
         return Next("Loading is the largest loss: give the loader more workers.", "DataLoader(..., num_workers=4)")
     if most == waits:
@@ -201,7 +205,18 @@ def setting(breakdown: Breakdown, shares: Sequence[Share], records: Sequence[Rec
     what = [str(about[key])[:120] for key in ("command", "reader", "backend") if about.get(key)]
     said = f" ({', '.join(what)})" if what else ""
     seen = f", {sampled} of them seen by torch's profiler" if sampled else ""
-    return " ".join(filter(None, [f"{where}{said}; mean of {plural(count, 'step')}{seen}.", shown.left_out(breakdown)]))
+    rate = f"; {examples:,.0f} examples a second" if (examples := _examples_per_s(shares, records)) else ""
+    return " ".join(
+        filter(None, [f"{where}{said}; mean of {plural(count, 'step')}{seen}{rate}.", shown.left_out(breakdown)])
+    )
+
+
+def _examples_per_s(shares: Sequence[Share], records: Sequence[Record]) -> float:
+    """Of all ranks together, by what their loaders' batches held; 0 where these do not tell."""
+    of_step = {record.header.rank: [step.examples for step in record.steps] for record in records}
+    held = [sum(found) / len(found) for each in shares if (found := of_step.get(each.rank))]
+    step_ns = sum(each.unprofiled_ns for each in shares) / len(shares)
+    return 1e9 * sum(held) / step_ns if step_ns else 0.0
 
 
 def cards(shares: Sequence[Share]) -> list[Card]:

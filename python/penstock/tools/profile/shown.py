@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from penstock.numbers import bit_rate, duration, plural, share, size, traffic
-from penstock.profiling.advice import WITHOUT, Advice, Change
+from penstock.profiling.advice import Advice, Change, is_listed
 from penstock.profiling.breakdown import MEASURING, OTHER, PHASES, PURPOSES, Breakdown, Moving, Share
 from penstock.profiling.causes import Cause
 from penstock.reports import Column, Line, Table
@@ -73,7 +73,7 @@ def print_details(breakdown: Breakdown, advice: Advice | None, console: Console,
         console.print("- As the next step above says." if is_told else f"- {cause.text}.")
         if told := numbers(cause):
             console.print(f"  Numbers: {told}.")
-        if cause.kind not in WITHOUT:  # it has no place in the list below
+        if not is_listed(cause):
             console.print(f"  To change it: {cause.change}.")
     if advice.changes:
         console.print()
@@ -237,7 +237,7 @@ def division(breakdown: Breakdown) -> Table:
     """A step by phase and exposed communication, of all ranks, or of a few and what is least and most of many."""
     shares = [each for each in breakdown.shares if each.steps]
     step = mean_step_ns(breakdown)
-    in_unit = unit(_mean(each.step_ns for each in shares))
+    in_unit = unit(step)
     is_few = len(shares) <= FEW
     is_measured = any(each.work.get(MEASURING) for each in shares)
     of_it = "of the step, without what the profiler itself takes" if is_measured else ""
@@ -250,7 +250,7 @@ def division(breakdown: Breakdown) -> Table:
 
     def add(name: str, of: Callable[[Share], float], kind: str = "plain") -> None:
         values = [of(each) for each in shares]
-        if not any(values) and kind == "plain":
+        if kind == "plain" and all(in_unit.text(value) == NO_TIME for value in values):
             return
         mean = _mean(values)
         is_of_it = not is_measured or name not in (WHOLE, MEASURING)
@@ -287,7 +287,7 @@ def left_out(breakdown: Breakdown) -> str:
 def communication(breakdown: Breakdown) -> Table:
     """By purpose, mean of all ranks: what a rank stood still for, and what ran beside its work."""
     shares = [each for each in breakdown.shares if each.steps]
-    in_unit = unit(_mean(each.step_ns for each in shares))
+    in_unit = unit(mean_step_ns(breakdown))
     columns = [
         Column(f"for, in {in_unit.name}", is_text=True),
         Column("wire", meaning="Exposed: all ranks are there, bytes move, and this rank stands still."),
@@ -309,7 +309,7 @@ def communication(breakdown: Breakdown) -> Table:
             Line(
                 [
                     purpose,
-                    *(in_unit.text(each) if each else "-" for each in means),
+                    *("-" if in_unit.text(each) == NO_TIME else in_unit.text(each) for each in means),
                     f"{operations:.3g}" if operations else "-",
                     size(size_bytes) if size_bytes else "-",
                 ]
@@ -326,10 +326,10 @@ def waited_for(breakdown: Breakdown) -> Table | None:
     waited = _waited(shares)
     if not waited or len(shares) < 2:
         return None
-    in_unit = unit(_mean(each.step_ns for each in shares))
+    in_unit = unit(mean_step_ns(breakdown))
     columns = [
         Column("ranks wait for", is_text=True),
-        Column(f"{in_unit.name} a step", meaning="Mean of the other ranks, exposed and hidden."),
+        Column(f"mean of the others, {in_unit.name}", meaning="In a step, exposed and hidden."),
         Column("of all waiting"),
     ]
     whole = sum(waited.values())
@@ -419,9 +419,11 @@ def _mean(values: Iterable[float]) -> float:
 
 
 NOTHING = Moving()
+NO_TIME = "0.00"
+"""As `Unit.text` tells it."""
 UNITS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("bytes_per_s", lambda value: bit_rate(8 * value)),
-    ("ms", lambda value: f"{value:.3g} ms"),
+    ("ms", lambda value: f"{value:,.0f} ms" if value >= 1000 else f"{value:.3g} ms"),
     ("bytes", size),
     ("share", lambda value: f"{100 * value:.3g}%" if abs(value) >= 1e-4 else "0%"),
 )
