@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.profiling.breakdown import EMBEDDING, Moving, Share
-from penstock.profiling.causes import Cause
+from penstock.profiling.cause import Cause
 from penstock.tools.bench import breakdown, breakdown_layers, breakdown_stages, causes, planted, planted_rank
 from penstock.tools.bench.breakdown import MOVING, Outcome, drawn, judged
 from penstock.tools.bench.breakdown_stages import Notes, rows

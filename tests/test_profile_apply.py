@@ -15,7 +15,7 @@ import pytest
 import forked
 import profiles
 from penstock.profiling.advice import Advice
-from penstock.profiling.causes import Cause
+from penstock.profiling.cause import Cause
 from penstock.profiling.divide import divide
 from penstock.profiling.predict import Prediction
 from penstock.tools.profile import cli, run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -66,14 +68,45 @@ def test_what_cannot_run_is_refused_first(
 
 def test_complaints_of_records(tmp_path: pathlib.Path) -> None:
     """A rank whose file is missing, and too few samples, are told. Only the recorder's own marks are taken out of the folder."""
-    (tmp_path / ".profile-torch").touch()
-    (tmp_path / ".keep").touch()
+    run._marks(tmp_path).mkdir(parents=True)
+    (run._marks(tmp_path) / "torch").touch()
+    for name in (".keep", ".profile-mine"):
+        (tmp_path / name).touch()
     header = Header(0, 3, "here", 1, 0, 0)
     steps = [Step(number, number, number + 1) for number in range(9)]
     [missing, few] = run.complaints(tmp_path, [Record(header, steps, events=[Event(9, "end")])])
     assert "there is no record of rank 1, 2" in missing
     assert "only 0 steps were sampled" in few
-    assert [path.name for path in tmp_path.iterdir()] == [".keep"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".keep", ".profile-mine"]
+
+
+def test_commands_that_begin_together_have_folders(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One each where none is named; else the same one, as commands of several hosts share it."""
+    monkeypatch.chdir(tmp_path)
+    count = 8
+    together = threading.Barrier(count)
+
+    def choose(number: int) -> list[pathlib.Path]:
+        found = []
+        for at in range(20):
+            together.wait(60)
+            found += [run.fresh_folder(None), run.fresh_folder(tmp_path / f"shared-{at}")]
+        return found
+
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        folders = [folder for each in pool.map(choose, range(count)) for folder in each]
+    assert len({folder for folder in folders if folder.name.startswith("penstock-profile-")}) == 20 * count
+    assert len(set(folders)) == 20 * count + 20
+
+
+def test_an_exit_code_is_the_commands_where_children_are_ignored(tmp_path: pathlib.Path) -> None:
+    """Who starts the command may ignore SIGCHLD, which it inherits."""
+    start = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+    )
+    command = ["python", "-m", "penstock", "profile", "--", "sh", "-c", "exit 7"]
+    done = subprocess.run([sys.executable, "-c", start, *command], cwd=tmp_path, capture_output=True, timeout=60)
+    assert done.returncode == 7, done.stderr
 
 
 def test_folders_are_numbered(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +239,7 @@ def test_signals_are_handed_on(tmp_path: pathlib.Path) -> None:
             assert job.stdout.readline() == f"{name}\n"
         stdout = job.stdout.read()
     assert job.returncode == 3
-    assert "the records are in" in stdout and not [*tmp_path.glob("penstock-profile-1/.profile-*")]
+    assert "the records are in" in stdout and not [*tmp_path.glob("penstock-profile-1/.penstock-*")]
 
 
 @pytest.mark.slow

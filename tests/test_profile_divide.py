@@ -429,6 +429,28 @@ def test_a_pipeline_waits_in_recv_and_never_in_send() -> None:
     assert receiver.work == {OTHER: 34 * MS}
 
 
+def test_messages_of_a_pair_are_matched_by_their_tags() -> None:
+    """The first receive is of the message that is sent last: it waits for that until 30, and the other one for nobody."""
+    first, second = Record(header(0, 2)), Record(header(1, 2))
+    for number in range(4):
+        at = 1000 * MS * number
+
+        def one(name: str, count: int, issued: int, ended: int, tag: int, at: int = at) -> Operation:
+            return Operation(
+                name, "g", count, at + issued * MS, at + ended * MS, 8, 2, int(name == "send"), OTHER, 4, tag
+            )
+
+        receives = (one("recv", 0, 5, 33, 2), one("recv", 1, 34, 36, 1))
+        waits = tuple(Wait(each.issued_ns, each.ended_ns, "recv", "g") for each in receives)
+        sends = (one("send", 0, 10, 36, 1), one("send", 1, 30, 33, 2))
+        for record, operations, stood in ((first, sends, ()), (second, receives, waits)):
+            record.steps.append(Step(number, at, at + 50 * MS, (), stood))
+            record.samples.append(Sample(number, (), operations))
+    _, receiver = divide([first, second]).shares
+    moving = receiver.communication[OTHER]
+    assert (moving.exposed_wait_ns, moving.exposed_wire_ns, moving.waited_for) == (25 * MS, 5 * MS, {0: 25 * MS})
+
+
 @pytest.mark.parametrize("ends_ms", [13, 80])
 def test_a_stage_that_stands_in_a_receive_waits_whatever_it_has_sent_itself(ends_ms: int) -> None:
     """The first stage of a pipeline sends its states and waits for the gradients: a bubble. What it has sent still counts as on

@@ -116,6 +116,44 @@ def test_what_a_header_says_of_its_job_is_not_believed(tmp_path: pathlib.Path, j
     assert told.exit_code in (0, 1) and isinstance(told.exception, (SystemExit, type(None))), told.exception
 
 
+@pytest.mark.parametrize("joined", ["whole", "within a line"])
+def test_a_second_record_in_a_file_is_left_out(tmp_path: pathlib.Path, joined: str) -> None:
+    """Two ranks' files in one, also behind a first that ends within a line: what is read is of the first rank alone, and the
+    problem names the line at which the second begins."""
+    texts = []
+    for rank in range(2):
+        one = profiled.record(rank, 2, steps=4 + 3 * rank)
+        texts.append("".join(map(record.line, [one.header, *one.steps])))
+    if joined == "within a line":
+        texts[0] = texts[0][:-20]
+    path = tmp_path / "both.jsonl"
+    path.write_text("".join(texts))
+    [found] = loaded(path)
+    whole = 4 if joined == "whole" else 3
+    assert found.header.rank == 0 and found.steps == profiled.record(0, 2).steps[:whole]
+    [said] = found.problems
+    assert said.startswith(f"both.jsonl holds a second record from line {whole + 2} on")
+
+
+@pytest.mark.parametrize("name", ["step", "sample", "ended", "readings", "event"])
+def test_lines_with_values_of_any_type_are_left_out_and_counted(tmp_path: pathlib.Path, name: str) -> None:
+    """Each field of a line in turn is a number, a text, a list, an object and null. What makes no sense is counted, and the lines
+    behind it are read."""
+    one = profiled.record(0, 1)
+    ended = record.Endings(9, 0, (record.Ended("c", 0, "g", "all_reduce", 1, 2),), 5)
+    lines = [one.steps[0], one.samples[0], ended, record.Readings(5, {"a": 1.0}), record.Event(9, "end", "text")]
+    whole = next(given for each in lines if name in (given := json.loads(record.line(each))))
+    strange = (3, "x", [7], {"a": []}, None, True, 1e400)
+    given = [json.dumps({**whole, key: value}) + "\n" for key in whole for value in strange]
+    path = tmp_path / "rank-0.jsonl"
+    path.write_text(record.line(one.header) + "".join(given) + "".join(map(record.line, one.steps)))
+    [found] = loaded(path)
+    assert all(step in found.steps for step in one.steps)
+    kept = [*found.steps, *found.samples, *found.endings, *found.readings, *found.events]
+    bad = len(given) + len(one.steps) - len(kept)
+    assert bad > len(whole) and found.problems == [f"rank-0.jsonl: {bad} lines make no sense and are left out"]
+
+
 @pytest.mark.parametrize(
     ("dur", "at", "args"), [(0, 0, {}), (0, 1.7e15, {}), (1, 0, {}), (0, 1.7e15, None), (1, 1.7e15, None)]
 )
@@ -248,6 +286,19 @@ def test_a_bomb_does_not_fill_the_memory(tmp_path: pathlib.Path, kind: str) -> N
     assert path.stat().st_size < 4 << 20
     said = limited(READ, str(path))
     assert said.startswith(("Config", "read"))
+
+
+@pytest.mark.parametrize("filler", [" " * 4000, "[a]:" + " " * 4000 + "|"])
+def test_a_log_takes_time_in_proportion_to_its_length(tmp_path: pathlib.Path, filler: str) -> None:
+    """4 MB of lines of spaces within tables of timers, whose reading took the square of a line's length. They are read within the
+    limits of `limited`, and so is the table behind them."""
+    path = tmp_path / "log"
+    iteration = " iteration {}/ 10 | elapsed time per iteration (ms): 10.0 |\n"
+    table = "(min, max) time across ranks (ms):\n"
+    row = "    optimizer ................................: (1.0, 2.0)\n"
+    path.write_text(iteration.format(1) + f"{table}{filler}\n" * 1000 + table + row + "\n" + iteration.format(2))
+    said = limited(READ + "print(found.shares[0].work['optimizer'])", str(path))
+    assert said.splitlines() == ["read ()", "2000000.0"]
 
 
 def test_text_is_bounded(tmp_path: pathlib.Path) -> None:

@@ -102,6 +102,35 @@ def test_a_module_in_evaluation_mode_that_is_trained_is_forward() -> None:
     assert ended(made, 80) == [("evaluation", 60, 70)]
 
 
+def test_a_module_in_training_mode_without_gradients_is_forward_if_it_is_trained_with() -> None:
+    """A generator whose output the discriminator is trained with; not an evaluation that has forgotten to switch modes, whose
+    batches are loaded, nor one that no backward pass follows."""
+    made = Marks(0, 0)
+    made.evaluation(10, 20, in_training_mode=True)
+    made.forward(22, 30)
+    made.enter("backward", 35)
+    made.leave("backward", 40)
+    assert ended(made, 50) == [("forward", 10, 20), ("forward", 22, 35), ("backward", 35, 40)]
+    for start in (60, 80):
+        made.enter("loading", start)
+        made.leave("loading", start + 5)
+        made.evaluation(start + 5, start + 15, in_training_mode=True)
+    made.enter("loading", 100)
+    made.leave("loading", 105)
+    made.forward(105, 110)
+    made.enter("backward", 110)
+    made.leave("backward", 120)
+    assert ended(made, 130) == [
+        ("loading", 60, 65),
+        ("evaluation", 65, 95),
+        ("loading", 100, 105),
+        ("forward", 105, 110),
+        ("backward", 110, 120),
+    ]
+    made.evaluation(140, 150, in_training_mode=True)
+    assert ended(made, 160) == [("evaluation", 140, 150)]
+
+
 def test_what_is_open_at_the_end_of_a_step_goes_on() -> None:
     """A GradScaler's step holds the optimizer's, which ends the iteration."""
     made = Marks(0, 0)
@@ -162,7 +191,8 @@ def test_a_journal_makes_the_same_steps_later(seed: int, monkeypatch: pytest.Mon
             later.end_step(now, now // 2)
             assert (later.number, later.start_ns) == (at_once.number, at_once.start_ns)
         else:
-            more = {"with_gradients": draw.random() < 0.5} if what == "evaluation" else {}
+            how = ("with_gradients", "in_training_mode")
+            more = {each: draw.random() < 0.5 for each in how} if what == "evaluation" else {}
             getattr(at_once, what)(*arguments, **more)
             getattr(later, what)(*arguments, **more)
         assert [later.is_in(phase) for phase in phases] == [at_once.is_in(phase) for phase in phases]
@@ -302,6 +332,50 @@ def test_an_operation_begins_with_its_launch() -> None:
         (100_000, 400_000, 128, ""),
         (200_000, 500_000, 6, "data-parallel sync"),
     ]
+
+
+def test_what_a_backend_makes_of_others_is_one_operation() -> None:
+    """gloo's reduce_scatter of a tensor, and of a list, which has an all_reduce for each rank, beside one of the script's own;
+    and its monitored_barrier, which sends and receives, beside a send of the script's."""
+
+    def course(name: str, start: int, end: int, length: int) -> Seen:
+        return Seen(f"gloo:{name}", start, end, is_async=True, shapes=[[length]], dtypes=["float"])
+
+    calls = [
+        Call("reduce_scatter", "a", 100_000, 110_000, 2, bytes=64),
+        Call("reduce_scatter", "b", 120_000, 130_000, 2, bytes=64),
+        Call("all_reduce", "b", 140_000, 150_000, 2, bytes=64),
+        Call("reduce_scatter", "a", 500_000, 510_000, 2, bytes=64, waited_ns=590_000),
+        Call("barrier", "b", 700_000, 760_000, 2, waited_ns=760_000),
+        Call("send", "b", 800_000, 810_000, 2, 1),
+    ]
+    events = [
+        Seen("c10d::_reduce_scatter_base_", 102_000, 108_000),
+        Seen("c10d::reduce_scatter_", 122_000, 128_000),
+        Seen("c10d::allreduce_", 142_000, 148_000),
+        course("all_reduce", 160_000, 200_000, 16),
+        course("all_reduce", 170_000, 240_000, 8),
+        course("all_reduce", 175_000, 230_000, 8),
+        course("all_reduce", 250_000, 300_000, 16),
+        Seen("c10d::_reduce_scatter_base_", 502_000, 508_000),
+        course("all_reduce", 520_000, 600_000, 16),
+        Seen("c10d::monitored_barrier_", 702_000, 758_000),
+        course("recv", 710_000, 730_000, 1),
+        course("send", 740_000, 745_000, 1),
+        Seen("c10d::send", 802_000, 808_000),
+        course("send", 805_000, 850_000, 16),
+    ]
+    found = sampled(events, calls=calls).operations
+    assert [(one.name, one.group, one.number, one.issued_ns, one.ended_ns, one.bytes) for one in found] == [
+        ("reduce_scatter", "a", 0, 102_000, 200_000, 64),
+        ("reduce_scatter", "b", 0, 122_000, 240_000, 64),
+        ("all_reduce", "b", 0, 142_000, 300_000, 64),
+        ("reduce_scatter", "a", 1, 502_000, 590_000, 64),
+        ("barrier", "b", 0, 700_000, 760_000, 0),
+        ("send", "b", 0, 802_000, 850_000, 64),
+    ]
+    own = [*events[:1], Seen("penstock:reduce_scatter", 105_000, 190_000, is_async=True), course("all_reduce", 1, 2, 1)]
+    assert [one.name for one in sampled(own, calls=calls[:1]).operations] == ["all_reduce", "reduce_scatter"]
 
 
 def test_launches_of_a_batch_have_no_course() -> None:

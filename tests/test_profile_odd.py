@@ -594,6 +594,90 @@ def test_what_started_ranks_raise_is_told(odd: Any, how: str) -> None:
     assert any(told) if how == "torch.multiprocessing" else all(told), said
 
 
+@pytest.mark.parametrize("how", ["alone", "torch.multiprocessing"])
+def test_an_exception_without_a_text_is_told(odd: Any, how: str) -> None:
+    """Its `__str__` raises: the record has all steps and names the exception, and a parent gets that one and none of ours."""
+    run_it = {
+        # A fork of the tests does not say, as the interpreter would, what it ended with.
+        "alone": "try:\n    train(0)\nexcept Odd as error:\n    sys.last_value = error\n    raise\n",
+        "torch.multiprocessing": "try:\n"
+        "    torch.multiprocessing.start_processes(train, nprocs=1, start_method='fork')\n"
+        "except torch.multiprocessing.ProcessRaisedException as error:\n"
+        "    sys.exit(1 if 'Odd' in str(error) and 'TypeError' not in str(error) else 2)\n",
+    }
+    [record], said = odd(
+        "class Odd(Exception):\n    def __str__(self):\n        return self.args[0] + 1\n"
+        "def train(rank):\n"
+        "    dist.init_process_group('gloo', store=dist.FileStore(__file__ + '.store', 1), rank=rank, world_size=1)\n"
+        "    for _ in range(5):\n        step()\n"
+        "    raise Odd('planted')\n" + run_it[how],
+        code=1,
+    )
+    assert len(record.steps) == 5
+    assert "rank 0 ended with an exception: Odd: (its __str__ raised TypeError)" in said
+
+
+def test_what_fails_at_the_end_leaves_the_record(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """As what a signal's handler raises there: what was recorded until then is written, with its end."""
+    from penstock.tools.profile.recorder.identity import Identity
+
+    def fails(_: BaseException) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv(recordings.PROFILED, "")
+    one = recordings.Recording(tmp_path, Identity())
+    one._end_step()
+    monkeypatch.setattr(one, "failed", fails)
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        one.end()
+    record = read(tmp_path / "rank-0.jsonl")
+    assert [step.number for step in record.steps] == [0] and record.events[-1].kind == "end"
+
+
+def test_the_rule_that_thins_out_the_steps_of_a_long_run() -> None:
+    """All of the first steps, then half as many each time that their number doubles; always the whole slot of a sample, and of
+    what a script does every so many steps the same part as of all steps."""
+    from penstock.tools.profile.recorder import sampling
+
+    most, slot = recordings._MOST_STEPS, recordings._SLOT
+    assert slot == sampling._SLOT and most % slot == 0
+    kept = [number for number in range(32 * most) if recordings.is_recorded(number)]
+    assert kept[:most] == list(range(most))
+    assert kept == [at + each for at in kept if at % slot == 0 for each in range(slot)]
+    for part in range(1, 6):
+        here = range(most << part >> 1, most << part)
+        found = [number for number in kept if number in here]
+        assert len(found) == pytest.approx(most / 2, rel=0.01)
+        for every in (500, 512, 1000, 1024):
+            its = [number for number in here if number % every == 0]
+            assert len([number for number in found if number % every == 0]) == pytest.approx(
+                len(its) / 2**part, rel=0.25
+            )
+
+
+def test_of_a_long_run_some_steps_are_recorded(odd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a limit on, here of 128 steps: of all ranks the same, which are those of the rule. Samples are of them, with the steps
+    in which the profiler starts and stops, and the limit is told once for each rank."""
+    records, said = odd(
+        "from penstock.tools.profile.recorder import recording, sampling\n"
+        "recording._MOST_STEPS, sampling.SHARE = 128, 1e9\n"  # a sample in each slot, whatever it costs
+        "dist.init_process_group('gloo')\n"
+        "for _ in range(1500):\n    step()\n"
+        "dist.destroy_process_group()\n",
+        ranks=2,
+    )
+    monkeypatch.setattr(recordings, "_MOST_STEPS", 128)
+    kept = [number for number in range(1500) if recordings.is_recorded(number)]
+    assert 256 < len(kept) < 400
+    for record in records:
+        assert [step.number for step in record.steps] == kept
+        late = [sample.step for sample in record.samples if sample.step >= 128]
+        assert late and all({at - 2, at - 1, at, at + 1} <= set(kept) for at in late)
+    text = "steps from 128 on: half of them are recorded, from 256 on a quarter"
+    assert said.count(text) == 2
+
+
 def test_an_optimizer_for_each_round_is_told(odd: Any) -> None:
     """Of ten steps each: they are one step of the profile, which says so."""
     [record], said = odd(

@@ -458,6 +458,7 @@ def test_schedules_have_the_bubble_that_theory_says(order: str, stages: int) -> 
     now = (m + stages - 1) * (f + b)
     assert made.step_ns(order) == pytest.approx(now, rel=1e-3)
     assert ("one forward, one backward" in found) == (order == "gpipe")
+    assert found["no straggler"].gain == pytest.approx(1.0, abs=1e-3)
     shorter = found["an interleaved schedule"]
     assert shorter.after_ns == pytest.approx((m + (stages - 1) / 2) * (f + b), rel=0.01)
     assert 0 <= shorter.error - INTERLEAVED_UNSURE < 0.01

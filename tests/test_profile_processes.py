@@ -275,6 +275,12 @@ def test_a_program_that_a_launcher_starts_is_a_rank_if_it_trains(ran: Any) -> No
     assert job.code == 0 and len(job.record.steps) == 20
 
 
+def test_a_script_that_clears_its_environment_is_recorded(ran: Any) -> None:
+    """Before it imports torch, as hermetic scripts do."""
+    job = ran("import os\nos.environ.clear()\n" + HEAD + "train(5)\n", head="")
+    assert job.code == 0 and len(job.record.steps) == 5, job.said
+
+
 def test_a_script_that_only_evaluates_is_recorded(ran: Any) -> None:
     """And its forks, which call modules, too, are not."""
     job = ran(

@@ -221,6 +221,19 @@ def test_files_without_a_rank_count_in_their_order(tmp_path: pathlib.Path) -> No
     assert [step.number for step in later.steps] == [5, 6, 7, 8] and not later.problems
 
 
+def test_the_order_of_files_is_that_of_the_numbers_in_their_names(tmp_path: pathlib.Path) -> None:
+    """Of traces that do not say their rank: rank2 comes before rank10, and what has no number in that place before or behind as
+    texts do."""
+    names = ["1", "rank-1-of-12", "rank-2-of-12", "rank-10-of-12", "rank-11-of-12", "rank-x", "t²"]
+    for name in sorted(names, reverse=True):
+        trace = profiled.cuda_trace()
+        del trace["distributedInfo"]["rank"]
+        written(tmp_path / f"{name}.json", trace)
+    records = loaded(tmp_path)
+    assert [each.header.about["file"] for each in records] == [f"{name}.json" for name in names]
+    assert [each.header.rank for each in records] == list(range(7))
+
+
 @pytest.mark.parametrize(
     ("name", "want"),
     [

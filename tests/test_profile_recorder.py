@@ -286,6 +286,8 @@ def test_purposes_of_communication(profiled: Any, backend: str) -> None:
                 ("all_to_all", None, "expert"),
                 ("all_reduce", None, "data-parallel sync"),
             }
+            # What is empty waits for nobody, and tells nothing.
+            assert sum(one.purpose == "tensor" for one in sample.operations) == 1
             by_purpose = {one.purpose: one for one in sample.operations}
             assert by_purpose["tensor"].group.startswith("TENSOR_MODEL_PARALLEL_GROUP:")
             assert by_purpose["pipeline send"].bytes == by_purpose[received].bytes == 4 * 8 * 64

@@ -18,7 +18,7 @@ import profiled
 from penstock.profiling import causes, utilisation, writers
 from penstock.profiling.advice import Advice
 from penstock.profiling.breakdown import PHASES, PURPOSES, Breakdown, Moving, Share
-from penstock.profiling.causes import Cause
+from penstock.profiling.cause import Cause
 from penstock.profiling.predict import Prediction
 from penstock.profiling.readers import load
 from penstock.profiling.record import Operation, Readings, Record, Wait

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.profiling.breakdown import Breakdown
-from penstock.profiling.causes import Cause, find
+from penstock.profiling.cause import Cause
+from penstock.profiling.causes import find
 from penstock.profiling.measures import Measures
 from penstock.profiling.predict import Network, Prediction, predict
 from penstock.profiling.record import Record
@@ -155,6 +156,7 @@ NO_SETTING, IN_SCRIPT = "no setting can do that", "it changes the script or the 
 OF_SCRIPT = (
     "link",
     "flow cap",
+    "repeated sums",
     "small buckets",
     "one core",
     "memory copies",
@@ -172,6 +174,7 @@ WITHOUT = {
     "second job": "no other job on the link",
     "link": "fewer bytes",
     "flow cap": "more flows",
+    "repeated sums": "sums in the last backward pass alone",
     "small buckets": "larger buckets",
     "retransmissions": "no lost packets",
     "one core": "more I/O threads",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 __all__ = ["EMBEDDING", "MEASURING", "OTHER", "PHASES", "PURPOSES", "SYNC", "Breakdown", "Moving", "Share"]
@@ -94,7 +94,11 @@ class Share:
     @property
     def without_bubbles(self) -> list[Moving]:
         """Of other purposes."""
-        return [moving for name, moving in self.communication.items() if not self._is_bubble(name)]
+        return self.without_bubbles_of(self.communication)
+
+    def without_bubbles_of(self, purposes: Container[str]) -> list[Moving]:
+        """The same of these alone."""
+        return [moving for name, moving in self.communication.items() if name in purposes and not self._is_bubble(name)]
 
     def _is_bubble(self, purpose: str) -> bool:
         is_pipeline = any(name.startswith("pipeline") for name in self.communication)

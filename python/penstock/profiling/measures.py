@@ -1,7 +1,8 @@
-"""What the rules of `causes.py` compare: a rank's mean step beside what its host's counters did meanwhile."""
+"""What the rules of `causes.py` and `bounds.py` compare: a rank's mean step beside what its host's counters did meanwhile."""
 
 from __future__ import annotations
 
+import bisect
 import ipaddress
 import math
 import re
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.addresses import split
-from penstock.profiling.breakdown import MEASURING, Breakdown, Share
+from penstock.profiling.breakdown import MEASURING, SYNC, Breakdown, Share
 from penstock.profiling.intervals import overlaps, union, without
 from penstock.profiling.phases import marked_waits, phases
 from penstock.profiling.record import Interval, Record
@@ -112,6 +113,8 @@ class Measures:
         self._places = _places(self._hosts.values())
         self.ranks = [self._rank(share) for share in breakdown.shares]
         backends = {str(record.header.about.get("backend", "")) for record in self._records.values()}
+        self.clocks_unsure_ns = max((wrong for _, wrong in breakdown.offsets_ns.values()), default=0.0)
+        """By how much a wait may have been taken for wire, of each operation between hosts."""
         self.backend = backends.pop() if len(backends) == 1 else ""
         """As given to ``init_process_group``; nothing if no record says, or several differ."""
         self.has_ddp = all(record.has_ddp for record in self._records.values())
@@ -195,6 +198,24 @@ class Measures:
             for phase, ns in spent.items()
             if phase not in NOT_COMPUTE and ns > 0
         }
+
+    def summed_alike(self) -> int:
+        """In how many backward passes of a sampled step the same gradients are summed, as far as sizes tell; 1 if in one, or if
+        they differ from pass to pass, as those of several models."""
+        found = []
+        for record in self._records.values():
+            steps = {step.number: step for step in record.steps}
+            for sample in record.samples:
+                spans = steps[sample.step].spans if sample.step in steps else ()
+                passes = union((span.start_ns, span.end_ns, None) for span in spans if span.phase == "backward")
+                sums: dict[int, list[int]] = {}
+                for one in sample.operations:
+                    at = bisect.bisect_right(passes, one.issued_ns, key=lambda piece: piece[0]) - 1
+                    if one.purpose == SYNC and at >= 0 and one.issued_ns < passes[at][1]:
+                        sums.setdefault(at, []).append(one.bytes)
+                sizes = {tuple(sorted(each)) for each in sums.values()}
+                found.append(len(sums) if len(sizes) == 1 else 1)
+        return min(found, default=1)
 
     def disks(self, host: str) -> tuple[str, float]:
         """The busiest disk of a host, and the share of time in which it was busy."""

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.numbers import bit_rate
+from penstock.profiling.bounds import REACHED, streams_to_fill
 from penstock.profiling.breakdown import SYNC
-from penstock.profiling.causes import REACHED, has_settings, streams_to_fill
+from penstock.profiling.cause import has_settings
 from penstock.profiling.record import Record
 from penstock.profiling.replay import Model, Move, Wire, burdened, evened, merged, models, run, wires
 from penstock.profiling.schedules import (
@@ -94,7 +95,7 @@ class Prediction:
     """The same change for `penstock profile --apply`: settings of Penstock, and what `recorder/changes.py` knows. Empty if it
     cannot be made without touching the script."""
     against: str = ""
-    """The kind of cause (`causes.KINDS`) that it would take away, if it is one's."""
+    """The kind of cause (`cause.KINDS`) that it would take away, if it is one's."""
 
     @property
     def gain(self) -> float:

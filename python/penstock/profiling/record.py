@@ -113,6 +113,8 @@ class Operation:
     """One of `breakdown.PURPOSES`, if the recorder could tell."""
     element_bytes: int = 0
     """Of a number in it; 0 if unknown."""
+    tag: int = 0
+    """Of a send or receive: only those of one tag belong together."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,8 @@ def line(what: Header | Step | Sample | Endings | Readings | Event) -> str:
 def read(path: Path, file: Any = None) -> Record:
     """A rank's record from its file.
 
-    Lines that make no sense are left out, and `Record.problems` counts them; so does a last line without an end.
+    Lines that make no sense are left out, and `Record.problems` counts them; so does a last line without an end. A second header,
+    as in files that were joined, ends the record, for what follows is of another.
 
     Args:
         file: what has the text, by its ``readline``, if the file itself does not: it may be packed.
@@ -237,7 +240,7 @@ def _read(file: Any, path: Path) -> Record:
     lines = _lines(file)
     first = next(lines, None)
     given = _object(first[0]) if first else None
-    if given is None or not str(given.get("format", "")).startswith("penstock-profile/"):
+    if given is None or not _is_header(given):
         raise Config(f"{path} is no profile of penstock: its first line does not say so")
     if given["format"] != FORMAT:
         text = f"{path} is a {str(given['format'])[:64]}, and this penstock reads {FORMAT}"
@@ -247,8 +250,15 @@ def _read(file: Any, path: Path) -> Record:
         raise Config(f"{path}: its first line does not say which rank of which job recorded it")
     record = Record(header)
     bad = 0
-    for text, is_whole in lines:
+    for number, (text, is_whole) in enumerate(lines, 2):
         given = _object(text) if is_whole else None
+        # What is joined to a file without its last end stands in the midst of a line.
+        if _is_header(given) if given is not None else _HEADER in text:
+            record.problems.append(
+                f"{path.name} holds a second record from line {number} on, as files that were joined do: it is left out. Give "
+                "each record a file of its own"
+            )
+            break
         kept = given is not None and _keep(record, given)
         if not kept and not is_whole:
             record.problems.append(f"{path.name} ends within a line: its rank was stopped, or the disk was full")
@@ -258,6 +268,14 @@ def _read(file: Any, path: Path) -> Record:
         record.problems.append(f"{path.name}: {bad} lines make no sense and are left out")
     record.steps.sort(key=lambda step: step.number)
     return record
+
+
+_HEADER = '"format":"penstock-profile/'
+"""As `line` writes it. In a text of a line its quotes would have signs before them."""
+
+
+def _is_header(given: dict[str, Any]) -> bool:
+    return str(given.get("format", "")).startswith("penstock-profile/")
 
 
 def _lines(file: Any) -> Iterator[tuple[str, bool]]:
@@ -296,7 +314,7 @@ _Made = TypeVar("_Made")
 def _attempt(make: Callable[[dict[str, Any]], _Made], given: dict[str, Any]) -> _Made | None:
     try:
         return make(given)
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError):
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError):
         return None
 
 
@@ -373,7 +391,7 @@ def _operation(given: Any) -> Operation:
         _count(ranks),
         None if peer is None else _count(peer),
         checked(purpose),
-        _count(more[0]) if more else 0,
+        *(_count(each) for each in more[:2]),
     )
 
 

@@ -65,6 +65,8 @@ class Move(NamedTuple):
     """0: unknown."""
     is_inside: bool = False
     """All its ranks share a host: nothing of it crosses a link."""
+    in_pass: int = -1
+    """The backward pass of the first of its ranks, from 0 on, in which that issues it; -1: in none."""
 
 
 class Act(NamedTuple):
@@ -184,7 +186,8 @@ def models(records: Sequence[Record], hosts: Mapping[int, str] | None = None) ->
     found = []
     for number in whole:
         here = by_step[number]
-        moves, move_of = _moves(here, hosts or {})
+        passes_of = {record.header.rank: _backward(own[number]) for record, own in zip(ranks, steps, strict=True)}
+        moves, move_of = _moves(here, hosts or {}, passes_of)
         acts, starts, lengths, passes = {}, {}, [], {}
         for record, own_samples, own_steps in zip(ranks, samples, steps, strict=True):
             rank, step = record.header.rank, own_steps[number]
@@ -308,7 +311,14 @@ def run(model: Model, takes: Callable[[Move], float]) -> float:
     return statistics.fmean(now[rank] - start for rank, start in model.starts_ns.items())
 
 
-def _moves(met: Iterable[Meeting], hosts: Mapping[int, str]) -> tuple[tuple[Move, ...], dict[int, dict[int, int]]]:
+def _backward(step: Step) -> list[Piece[None]]:
+    """The passes of a step."""
+    return union((span.start_ns, span.end_ns, None) for span in step.spans if span.phase == "backward")
+
+
+def _moves(
+    met: Iterable[Meeting], hosts: Mapping[int, str], passes_of: Mapping[int, Sequence[Piece[None]]]
+) -> tuple[tuple[Move, ...], dict[int, dict[int, int]]]:
     """The moves of a step, and by rank for each of its operations (by identity) which one it is."""
     moves: list[Move] = []
     move_of: dict[int, dict[int, int]] = {}
@@ -322,7 +332,10 @@ def _moves(met: Iterable[Meeting], hosts: Mapping[int, str]) -> tuple[tuple[Move
         queue = ranks if meeting.kind is Kind.SEND else (min(ranks),) if is_inside else ()
         for rank, one in meeting.parts:
             move_of.setdefault(rank, {})[id(one)] = len(moves)
-        of = (operation.name, operation.group, operation.element_bytes, is_inside)
+        passes, issued_ns = passes_of.get(ranks[0], ()), operation.issued_ns
+        at = bisect.bisect_right(passes, issued_ns, key=lambda piece: piece[0]) - 1
+        in_pass = at if at >= 0 and issued_ns < passes[at][1] else -1
+        of = (operation.name, operation.group, operation.element_bytes, is_inside, in_pass)
         moves.append(Move(ranks, nbytes, purpose, queue, *of))
     return tuple(moves), move_of
 
@@ -498,11 +511,11 @@ def _squares(points: Sequence[tuple[float, float]]) -> Iterable[list[tuple[float
 
 
 def merged(model: Model, least_bytes: float, is_bucket: Callable[[Move], bool]) -> Model:
-    """With buckets of so many bytes on the wire: buckets of a group that follow each other are one, which is issued with its last
-    part; whoever waits for a part waits for it, once it is issued."""
+    """With buckets of so many bytes on the wire: buckets of a group that follow each other in a backward pass, or outside of
+    those, are one, which is issued with its last part; whoever waits for a part waits for it, once it is issued."""
     into: dict[int, int] = {}
     moves: list[Move] = []
-    open_at: dict[tuple[str, tuple[int, ...]], int] = {}
+    open_at: dict[tuple[str, tuple[int, ...], int], int] = {}
     order: dict[int, int] = {}
     for rank in sorted(model.acts):
         for act in model.acts[rank]:
@@ -510,7 +523,7 @@ def merged(model: Model, least_bytes: float, is_bucket: Callable[[Move], bool]) 
                 order.setdefault(act.move, len(order))
     for number in sorted(order, key=lambda each: order[each]):
         move = model.moves[number]
-        key = (move.group, move.ranks)
+        key = (move.group, move.ranks, move.in_pass)
         at = open_at.get(key)
         if is_bucket(move) and at is not None and moves[at].bytes < least_bytes:
             moves[at] = moves[at]._replace(bytes=moves[at].bytes + move.bytes)
@@ -562,17 +575,18 @@ def burdened(model: Model, more_ns: Callable[[Move], float]) -> Model:
 
 def evened(model: Model) -> Model:
     """Without stragglers: all ranks begin together and, where they issue the same, do what the median rank does (of two: the
-    faster); else each rank computes as long as that one."""
+    faster); else each rank computes as long as that one. Stages of a pipeline begin and send as they do."""
     total = {rank: sum(act.compute_ns for act in own) for rank, own in model.acts.items()}
     aim = statistics.median_low(total.values())
     middle = next(rank for rank in total if total[rank] == aim)
     orders = {tuple(act.move for act in own if act.is_issue) for own in model.acts.values()}
+    sends = any(kind(move.operation) in (Kind.SEND, Kind.RECEIVE) for move in model.moves)
     acts: dict[int, tuple[Act, ...]] = {}
     for rank, own in model.acts.items():
         share = aim / total[rank] if total[rank] else 1.0
         scaled = tuple(act._replace(compute_ns=act.compute_ns * share) for act in own)
-        acts[rank] = model.acts[middle] if len(orders) == 1 else scaled
-    return replace(model, acts=acts, starts_ns=dict.fromkeys(model.starts_ns, 0.0))
+        acts[rank] = model.acts[middle] if len(orders) == 1 and not sends else scaled
+    return replace(model, acts=acts, starts_ns=model.starts_ns if sends else dict.fromkeys(model.starts_ns, 0.0))
 
 
 RARE = ("evaluation", "checkpoint")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +31,8 @@ def load(path: Path, *, pipeline_stages: int | None = None) -> list[Record] | Br
     try:
         if not path.is_dir():
             return _of(_kind(path), [path], pipeline_stages)
-        files = sorted(each for each in path.iterdir() if each.is_file() and not each.name.startswith("."))
+        there = (each for each in path.iterdir() if each.is_file() and not each.name.startswith("."))
+        files = sorted(there, key=lambda each: (_by_numbers(each.name), each.name))
     except Config:
         raise
     except (OSError, ValueError) as error:
@@ -56,6 +58,11 @@ def load(path: Path, *, pipeline_stages: int | None = None) -> list[Record] | Br
             f"{path} also holds {', '.join(each.name for each in strange[:5])}, which was not read"
         )
     return found
+
+
+def _by_numbers(name: str) -> list[str | int]:
+    """Sorts rank2 before rank10: texts and numbers by turns."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def _kind(path: Path) -> str:

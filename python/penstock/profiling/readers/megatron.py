@@ -135,7 +135,7 @@ def read(path: Path) -> Log:
                 table = {}
                 is_of_all_ranks = True
             elif table is not None:
-                if found := ROW.search(line):
+                if found := ROW.match(line):
                     timers, wrong = _timers([(found[1], found[2])])
                     bad += wrong
                     table |= timers
@@ -307,5 +307,6 @@ ARGUMENT = re.compile(rf"(?:^|[\s:])({'|'.join(ARGUMENTS)}) ?\.{{2,}} ?(\d{{1,15
 ITERATION = re.compile(r"iteration\s+\d+\s*/.*elapsed time per iteration \(ms\):\s*([^\s|]{1,40})")
 ONE_TIMER = re.compile(r"\|\s*([\w/-]{1,100}):\s*([^\s|]{1,40})")
 TABLE = re.compile(r"(?:\(min, max\)|max|maximum) time across ranks \(ms\):")
-ROW = re.compile(r"^[^\w]*(?:\[?\w+\]?:\s+)?\s*([\w/-]{1,100}) ?\.{2,}: ?(?:\([^,()]{1,40},\s*)?([^\s()]{1,40})\)?\s*$")
+# No two repetitions that may follow each other match the same character: else a line of spaces takes the square of its length.
+ROW = re.compile(r"\W*(?:\w+\]?:\s+)?(\w[\w/-]{0,99}) ?\.{2,}: ?(?:\([^,()]{1,40},\s*)?([^\s()]{1,40})\)?\s*$")
 MOST_REPORTS, MOST_TIMERS, LONGEST_LINE = 100_000, 1000, 4096

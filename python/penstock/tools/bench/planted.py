@@ -16,7 +16,7 @@ import random
 import sys
 
 from penstock.profiling import causes
-from penstock.profiling.causes import Cause
+from penstock.profiling.cause import Cause
 from penstock.profiling.divide import divide
 from penstock.tools.bench.recorded import recorded
 

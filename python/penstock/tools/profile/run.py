@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +23,11 @@ __all__ = ["SAYS", "complaints", "environment", "fresh_folder", "not_made", "run
 
 CHANGE = "PENSTOCK_PROFILE_CHANGE"
 """A JSON object for `recorder/changes.py`: ``backend``, ``bucket_cap_mb``, ``comm_hook``. Penstock has variables of its own."""
+MARKS = "PENSTOCK_PROFILE_MARKS"
+"""The folder in which the processes of this command leave word for it: how far they came, what was wrong, what was changed."""
+SHARED = ".penstock-profile"
+"""Below the folder of the records: marks of commands, each in a folder of its own, and of the counters, one a host
+(`recorder/counters.py`)."""
 PERIOD = "PENSTOCK_PROFILE_PERIOD_MS"
 """For `recorder/counters.py`: how often the counters of a host are read."""
 PERIOD_MS = 100
@@ -44,22 +51,47 @@ def fresh_folder(given: Path | None) -> Path:
     Raises:
         Config: it cannot be made or written to, or holds a profile.
     """
-    number = 1
-    while given is None and Path(f"penstock-profile-{number}").exists():
-        number += 1
-    folder = (given or Path(f"penstock-profile-{number}")).absolute()
-    if any(folder.glob("rank-*.jsonl")):
+    folder = (given or Path()).absolute()
+    if any(folder.glob("rank-*.jsonl")) and given is not None:
         raise Config(f"{folder} holds a profile already: choose another folder with --output, or remove it")
     try:
+        if given is None:
+            folder = _numbered(folder)
+        # Commands of several hosts may share it.
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".profile-writable"
+        probe = folder / f"{SHARED}-{_name()}"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)
     except OSError as error:
         raise Config(
             f"cannot write to {folder}: {error.strerror}. Choose a folder with --output that all ranks can write to"
         ) from error
     return folder
+
+
+def _numbered(within: Path) -> Path:
+    """The first that is not there yet; another command may look for one at the same time."""
+    for number in itertools.count(1):
+        folder = within / f"penstock-profile-{number}"
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise AssertionError("numbers do not end")
+
+
+def _name() -> str:
+    """Of this process, among those of all hosts."""
+    return f"{_machine()}-{os.getpid()}"
+
+
+def _machine() -> str:
+    """What names of its hosts begin with (`recorder.identity.host`)."""
+    return re.sub(r"[^A-Za-z0-9.-]", "-", os.uname().nodename)[:40]
+
+
+def _marks(folder: Path) -> Path:
+    """Of this command, in the folder of the records."""
+    return folder / SHARED / _name()
 
 
 def started(arguments: Sequence[str]) -> list[str]:
@@ -69,11 +101,11 @@ def started(arguments: Sequence[str]) -> list[str]:
         Config: there is no such script or command.
     """
     first = Path(arguments[0])
-    if first.suffix == ".py":
-        if not first.is_file():
-            raise Config(f"there is no script {first}")
+    if first.suffix == ".py" and first.is_file():
         return [sys.executable, *arguments]
     if shutil.which(arguments[0]) is None:
+        if first.suffix == ".py":
+            raise Config(f"there is no script {first}")
         raise Config(
             f"there is no command {arguments[0]}: name a script (train.py) or a command (-- torchrun ... train.py)"
         )
@@ -102,6 +134,10 @@ def run(
     numbers = {number for number in _HANDED_ON if signal.getsignal(number) != signal.SIG_IGN}
     early: list[int] = []
     before = {number: signal.signal(number, lambda number, _: early.append(number)) for number in numbers}
+    # Who ignores that children end is told no exit code of theirs.
+    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with contextlib.suppress(OSError):  # then there are no marks
+        _marks(folder).mkdir(parents=True, exist_ok=True)
     try:
         with subprocess.Popen(command, env=environment(folder, settings, period_ms), stdout=stdout) as child:
             with _handing_on(child, numbers, early):
@@ -121,7 +157,7 @@ def environment(
     folder: Path, settings: Mapping[str, str | float] | None = None, period_ms: int = PERIOD_MS
 ) -> dict[str, str]:
     """In which Python has the recorder, as for `run`."""
-    env = {**os.environ, "PENSTOCK_PROFILE": str(folder), PERIOD: str(period_ms)}
+    env = {**os.environ, "PENSTOCK_PROFILE": str(folder), MARKS: str(_marks(folder)), PERIOD: str(period_ms)}
     env.pop(CHANGE, None)
     if settings:
         env |= {name: str(value) for name, value in settings.items() if name.isupper()}
@@ -176,7 +212,7 @@ def _handing_on(child: subprocess.Popen[bytes], numbers: Set[int], early: Sequen
 def _await_counters(folder: Path) -> None:
     """The processes that read counters end with the ranks; what they write last is to be there."""
     until_s = time.monotonic() + 2
-    for path in folder.glob(".profile-sampler-*"):
+    for path in (folder / SHARED).glob("sampler-*"):
         with contextlib.suppress(OSError, IndexError, ValueError):
             pid = int(path.read_text().split()[1])
             while _runs_here(pid) and time.monotonic() < until_s:
@@ -191,24 +227,45 @@ def _runs_here(pid: int) -> bool:
 
 def not_made(folder: Path, settings: Mapping[str, str | float]) -> list[str]:
     """The changes that no process of the command had a place for. To be asked before `complaints`."""
-    return [name for name in settings if not name.isupper() and not (folder / f".profile-made-{name}").exists()]
+    return [name for name in settings if not name.isupper() and not (_marks(folder) / f"made-{name}").exists()]
 
 
 def complaints(folder: Path, records: Sequence[Record]) -> list[str]:
     """What is missing, why that may be, and what to do. Takes away the marks that the recorder has left for this."""
-    said = [path.read_text() for path in sorted(folder.glob(".profile-problem-*"))]
+    own, shared = _marks(folder), folder / SHARED
+    said = [path.read_text(errors="replace") for path in sorted(own.glob("problem-*"))]
     said = [f"the recorder could not start in a process: {text}" for text in said]
-    counters = [path.read_text(errors="replace").strip() for path in sorted(folder.glob(".profile-sampler-*.log"))]
+    counters = [path.read_text(errors="replace").strip() for path in sorted(shared.glob("sampler-*.log"))]
     said += [f"the counters of a host were not read: {text.splitlines()[-1]}" for text in counters if text]
-    has_python, has_torch = (folder / ".profile-python").exists(), (folder / ".profile-torch").exists()
-    for path in folder.glob(".profile-*"):
-        path.unlink()
+    is_gone, has_python, has_torch = not own.is_dir(), (own / "python").exists(), (own / "torch").exists()
+    _clear(folder)
     # Not those of hosts, which hold counters alone.
     ranks = [record for record in records if not record.header.about.get("counters")]
     if not ranks:
-        return [*said, _nothing(has_python, has_torch)]
+        gone = f"nothing was recorded: {own} is gone, which the command or something else has removed"
+        return [*said, gone if is_gone else _nothing(has_python, has_torch)]
     said += [text for record in ranks for text in _of_others(folder, record)]
     return [*said, *(text for record in ranks for text in _of_rank(record)), *_of_job(ranks)]
+
+
+def _clear(folder: Path) -> None:
+    """Take this command's marks away, and of the counters' those of processes that have ended here; others are of other hosts, or
+    of another command that still runs."""
+    shutil.rmtree(_marks(folder), ignore_errors=True)
+    of_here = re.compile(rf"(?:pid-(\d+)|sampler)-{re.escape(_machine())}-[0-9a-f]+(?:\.log)?")
+    with contextlib.suppress(OSError):
+        for path in (folder / SHARED).iterdir():
+            named = of_here.fullmatch(path.name)
+            if named is not None and not (Path("/proc", named[1]).exists() if named[1] else _reads(path)):
+                path.unlink(missing_ok=True)
+        (folder / SHARED).rmdir()
+
+
+def _reads(path: Path) -> bool:
+    """Whether the process that reads counters, of which this is the mark or its log, runs still."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        return _runs_here(int(path.with_name(path.name.removesuffix(".log")).read_text().split()[1]))
+    return False
 
 
 def _nothing(has_python: bool, has_torch: bool) -> str:

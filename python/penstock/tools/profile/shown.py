@@ -11,7 +11,7 @@ from rich.console import Console
 from penstock.numbers import bit_rate, duration, plural, share, size, traffic
 from penstock.profiling.advice import Advice, Change, is_listed
 from penstock.profiling.breakdown import MEASURING, OTHER, PHASES, PURPOSES, Breakdown, Moving, Share
-from penstock.profiling.causes import Cause
+from penstock.profiling.cause import Cause
 from penstock.reports import Column, Line, Table
 
 __all__ = [

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
-import os
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from penstock.tools.profile.recorder.collectives import rebind
-from penstock.tools.profile.run import CHANGE
+from penstock.tools.profile.run import CHANGE, MARKS
 
 __all__ = ["has_gradient_reducer", "make", "make_in_reducers"]
 
 _has_reducer = False
+_change: dict[str, Any] = {}
+_marks: Path | None = None
 
 
 def has_gradient_reducer() -> bool:
@@ -25,10 +28,16 @@ def has_gradient_reducer() -> bool:
     return _has_reducer
 
 
-def make() -> None:
-    """Make the changes that the variable names, where the script lets them: what it would have no place for, or has decided
-    itself, stays as it is. Each that was made leaves ``.profile-made-NAME`` in the folder. Called once torch is imported."""
-    change = _asked()
+def make(given: Mapping[str, str]) -> None:
+    """Make the changes that a variable names, where the script lets them: what it would have no place for, or has decided
+    itself, stays as it is. Each that was made leaves ``made-NAME`` among the marks. Called once torch is imported.
+
+    Args:
+        given: the environment, as the process began with it.
+    """
+    global _change, _marks
+    _change, _marks = json.loads(given.get(CHANGE) or "{}"), Path(given[MARKS]) if MARKS in given else None
+    change = _change
     if not change or not torch.distributed.is_available():
         return
     if "backend" in change:
@@ -41,7 +50,7 @@ def make() -> None:
 
 def make_in_reducers(module: types.ModuleType) -> None:
     """The same in GradientReducers, once their module is imported; also without a change, to know whether there is one."""
-    change = _asked()
+    change = _change
     original = module.GradientReducer.__init__
 
     @functools.wraps(original)
@@ -62,16 +71,10 @@ def make_in_reducers(module: types.ModuleType) -> None:
     module.GradientReducer.__init__ = init
 
 
-def _asked() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(os.environ.get(CHANGE) or "{}")
-    return found
-
-
 def _made(name: str) -> None:
-    try:
-        (Path(os.environ["PENSTOCK_PROFILE"]) / f".profile-made-{name}").touch()
-    except OSError:
-        pass
+    if _marks is not None:
+        with contextlib.suppress(OSError):
+            (_marks / f"made-{name}").touch()
 
 
 def _change_backend(backend: str) -> None:

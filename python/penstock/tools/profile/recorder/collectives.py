@@ -21,7 +21,7 @@ from penstock.tools.profile.recorder.journal import Journal
 from penstock.tools.profile.recorder.kineto import Call
 from penstock.tools.profile.recorder.settling import InFlight
 
-__all__ = ["Calls", "patch", "patch_functional", "rebind"]
+__all__ = ["ALIKE", "Calls", "patch", "patch_functional", "rebind"]
 
 _METHODS = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "barrier", "send", "recv"),
@@ -32,6 +32,9 @@ _METHODS = (
 )
 """Of ``ProcessGroup``, as far as this torch has them: what functions of torch.distributed call, whoever calls those."""
 
+
+ALIKE = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter", "gather", "scatter")
+"""What is empty on one rank of these is so on all: backends end it at once, whoever has not come."""
 
 _MOST = 100_000
 """Calls that are kept of a step."""
@@ -205,7 +208,9 @@ def _issuing(method: Any, name: str, active: Callable[[], Recording | None]) -> 
         known = calls.describe(group, operation, recording.phase, recording.marks.is_in("backward"))
         if calls.log is not None:
             known.bytes = _length(args, operation)
-            known.peer = _peer(group, args, kwargs) if name in ("send", "recv") else None
+            known.is_empty = operation in ALIKE and not known.bytes and _is_empty(args[:2])
+            if name in ("send", "recv"):
+                known.peer, known.tag = _peer(group, args, kwargs), _tag(args, kwargs)
         work = None
         try:
             calls.is_issuing = True
@@ -416,10 +421,22 @@ def _length(args: tuple[Any, ...], operation: str) -> int:
     return _size(args[at]) if args else 0
 
 
+def _is_empty(value: Any) -> bool:
+    """Tensors without elements, or lists of such."""
+    if isinstance(value, torch.Tensor):
+        return value.layout == torch.strided and not value.numel()
+    return isinstance(value, list | tuple) and any(map(_is_empty, value)) and not _size(value)
+
+
 def _size(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return 0 if value.layout != torch.strided else value.numel() * value.element_size()
     return sum(map(_size, value)) if isinstance(value, list | tuple) else 0
+
+
+def _tag(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    tag = kwargs.get("tag", args[2] if len(args) > 2 else 0)
+    return tag if isinstance(tag, int) and tag >= 0 else 0
 
 
 def _peer(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

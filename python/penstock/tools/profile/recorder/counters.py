@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from penstock.tools.profile.recorder.identity import Identity, make_room
-from penstock.tools.profile.run import PERIOD, PERIOD_MS
+from penstock.tools.profile.run import PERIOD, PERIOD_MS, SHARED
 
 __all__ = ["Counters"]
 
@@ -19,11 +19,12 @@ _PATIENCE_S = 5.0
 
 
 class Counters:
-    """Each rank leaves ``.profile-pid-N-HOST`` in the folder. The one that makes ``.profile-sampler-HOST`` starts the process, in
-    the ranks' network, when all of the host's are there."""
+    """Each rank leaves ``pid-N-HOST`` among the marks (`run.SHARED`). The one that makes ``sampler-HOST`` there starts the
+    process, in the ranks' network, when all of the host's are there."""
 
     def __init__(self, folder: Path, identity: Identity) -> None:
         self._folder = folder
+        self._marks = folder / SHARED
         self._identity = identity
         self._since_s: float | None = None
         self._is_done = False
@@ -33,7 +34,7 @@ class Counters:
         if self._since_s is None:
             self._since_s = time.monotonic()
             with contextlib.suppress(OSError):
-                (self._folder / f".profile-pid-{os.getpid()}-{self._identity.host}").touch()
+                (self._marks / f"pid-{os.getpid()}-{self._identity.host}").touch()
 
     def look(self) -> None:
         """Start it if it is time. Called again and again, on the writer's thread."""
@@ -50,15 +51,15 @@ class Counters:
 
     def _pids(self) -> list[int]:
         found = []
-        for path in self._folder.glob(f".profile-pid-*-{self._identity.host}"):
-            pid = path.name.split("-")[2]
+        for path in self._marks.glob(f"pid-*-{self._identity.host}"):
+            pid = path.name.split("-")[1]
             if pid.isdigit() and os.path.exists(f"/proc/{pid}"):
                 found.append(int(pid))
         return sorted(found)
 
     def _is_first(self) -> bool:
         """Of the ranks of this host, in this life of the job: what ranks of another life started has ended with them."""
-        path = self._folder / f".profile-sampler-{self._identity.host}"
+        path = self._marks / f"sampler-{self._identity.host}"
         for _ in range(2):
             try:
                 with open(path, "x", encoding="utf-8") as file:
@@ -78,7 +79,7 @@ class Counters:
         period_ms = os.environ.get(PERIOD, str(PERIOD_MS))
         options = ["--pids", ",".join(map(str, pids)), "--out", str(out), "--period-ms", period_ms, "--detach"]
         env = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_PROFILE")}
-        log = self._folder / f".profile-sampler-{self._identity.host}.log"
+        log = self._marks / f"sampler-{self._identity.host}.log"
         with open(log, "wb") as errors:
             # A session of its own: a Ctrl-C is for the script. It ends by itself with the ranks.
             # No child of the script either, which may wait for all of its children.
@@ -91,5 +92,5 @@ class Counters:
                 start_new_session=True,
             ) as process:
                 said, _ = process.communicate()
-        with open(self._folder / f".profile-sampler-{self._identity.host}", "a", encoding="utf-8") as file:
+        with open(self._marks / f"sampler-{self._identity.host}", "a", encoding="utf-8") as file:
             file.write(f" {said.decode().strip()}")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.profiling.record import Ended, Endings, Event, Readings
+from penstock.tools.profile.recorder.collectives import ALIKE
 from penstock.tools.profile.recorder.kineto import Call
 
 __all__ = ["Memory", "readings"]
@@ -97,7 +98,7 @@ class Memory:
             if missing:
                 self._since_ns = min(self._since_ns or since_ns, since_ns)
             self._missing += missing + len(found)  # until all are told, whatever happens
-            ended = [self._ended(one) for one in found if one[1] is not None]
+            ended = [self._ended(one) for one in found if one[1] is not None and (one[3] or one[2] not in ALIKE)]
             self._missing -= len(found)
             if self._written >= _MOST:
                 return

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from penstock.tools.profile.recorder.errors import is_of_script
 from penstock.tools.profile.recorder.identity import Identity
 from penstock.tools.profile.recorder.optimizers import Unseen
 from penstock.tools.profile.recorder.recording import MAYBE, PROFILED, Recording
+from penstock.tools.profile.run import MARKS
 
 __all__ = ["install"]
 
@@ -37,10 +38,12 @@ __all__ = ["install"]
 class _State:
     """Of this process."""
 
-    __slots__ = ("folder", "identity", "is_patched", "must_train", "recording")
+    __slots__ = ("folder", "identity", "is_patched", "marks", "must_train", "recording")
 
     def __init__(self) -> None:
         self.folder: Path | None = None
+        self.marks: Path | None = None
+        """For the command (`run.MARKS`)."""
         self.identity: Identity | None = None
         """Once the process has joined others."""
         self.must_train = False
@@ -56,22 +59,27 @@ _is_compiling = torch.compiler.is_compiling
 _thread = threading.get_ident
 
 
-def install(folder: str) -> None:
-    """Put the marks in place, for a profile in that folder."""
+def install(given: Mapping[str, str]) -> None:
+    """Put the marks in place.
+
+    Args:
+        given: the environment, as the process began with it: a script may clear it.
+    """
     if _state.folder is not None:
         return
-    _state.folder, _state.must_train = Path(folder), os.environ.get(PROFILED) == MAYBE
+    _state.folder, _state.must_train = Path(given["PENSTOCK_PROFILE"]), given.get(PROFILED) == MAYBE
+    _state.marks = Path(given[MARKS]) if MARKS in given else None
     try:
         if not _state.is_patched:
             _state.is_patched = True
-            _patch()
+            _patch(given)
     except BaseException:
         _stop()
         raise
     _modules.watch()
 
 
-def _patch() -> None:
+def _patch(given: Mapping[str, str]) -> None:
     os.register_at_fork(before=_forks, after_in_parent=_forked, after_in_child=_born)
     _patch_exit()
     _modules.patch()
@@ -81,7 +89,7 @@ def _patch() -> None:
     _patch_loader()
     _patch_processes()
     profiler.patch(_running_sample)
-    changes.make()
+    changes.make(given)
     if torch.distributed.is_available():
         collectives.patch(_active, _joined)
     for name, then in _LATER.items():
@@ -130,8 +138,9 @@ def _begun(folder: Path) -> Recording | None:
                 if is_of_script(error):
                     raise
                 _stop()
-                with contextlib.suppress(OSError):
-                    (folder / f".profile-problem-{os.getpid()}").write_text(f"{type(error).__name__}: {error}")
+                if _state.marks is not None:
+                    with contextlib.suppress(OSError):
+                        (_state.marks / f"problem-{os.getpid()}").write_text(f"{type(error).__name__}: {error}")
                 return None
             if multiprocessing.parent_process() is None:
                 atexit.register(_end)
@@ -307,9 +316,9 @@ def _penstock_profile_call(module: Any, args: Any, kwargs: Any) -> Any:
         return original(module, *args, **kwargs)
     if _unseen.is_possible:
         _look_for_steps(recording)
-    has_gradients = torch.is_grad_enabled()
-    is_forward = has_gradients and module.training
-    if is_forward:
+    has_gradients, in_training_mode = torch.is_grad_enabled(), module.training
+    is_forward = has_gradients and in_training_mode
+    if has_gradients:  # a model with frozen batch norms is trained in evaluation mode
         recording.phase = "forward"
         recording.calls.comes("forward")
     start_ns, number = time.monotonic_ns(), recording.marks.number
@@ -326,7 +335,9 @@ def _penstock_profile_call(module: Any, args: Any, kwargs: Any) -> Any:
                 if is_forward:
                     recording.marks.forward(start_ns, end_ns)
                 else:
-                    recording.marks.evaluation(start_ns, end_ns, with_gradients=has_gradients)
+                    recording.marks.evaluation(
+                        start_ns, end_ns, with_gradients=has_gradients, in_training_mode=in_training_mode
+                    )
 
 
 def _patch_backward() -> None:

@@ -68,8 +68,8 @@ class Journal:
         if len(self._notes) >= _MOST:
             self._apply()
 
-    def evaluation(self, start_ns: int, end_ns: int, *, with_gradients: bool) -> None:
-        self._notes.append((_evaluation, start_ns, end_ns, with_gradients))
+    def evaluation(self, start_ns: int, end_ns: int, *, with_gradients: bool, in_training_mode: bool) -> None:
+        self._notes.append((_evaluation, start_ns, end_ns, with_gradients, in_training_mode))
         if len(self._notes) >= _MOST:
             self._apply()
 
@@ -119,5 +119,5 @@ class Journal:
             del notes[:done]
 
 
-def _evaluation(marks: Marks, start_ns: int, end_ns: int, with_gradients: bool) -> None:
-    marks.evaluation(start_ns, end_ns, with_gradients=with_gradients)
+def _evaluation(marks: Marks, start_ns: int, end_ns: int, with_gradients: bool, in_training_mode: bool) -> None:
+    marks.evaluation(start_ns, end_ns, with_gradients=with_gradients, in_training_mode=in_training_mode)

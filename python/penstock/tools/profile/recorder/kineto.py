@@ -3,7 +3,8 @@
 An operation has two events: its *launch* ``c10d::allreduce_``, short, on the thread that called, and its *course*, such as
 ``gloo:all_reduce`` and ``penstock:all_reduce``, from when the backend took it until it ended. gloo's begins when a thread of
 gloo's takes the operation from its queue, so an operation is issued when its launch begins. Launches and courses of the same name
-are matched in their order.
+are matched in their order. gloo makes some operations of others, whose courses alone it shows: a reduce_scatter is an all_reduce,
+or one for each rank where the input is a list of tensors, and a monitored_barrier sends and receives.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ class Call:
     """Whether it is one of several that run as one."""
     waited_ns: int = 0
     """When the wait for it ended, if it was waited for."""
+    tag: int = 0
+    """Of a send or receive."""
+    is_empty: bool = False
+    """No rank has anything in it: backends end it at once, whoever has not come."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,8 @@ class _Launch:
     name: str
     start_ns: int
     end_ns: int = 0
+    is_of_list: bool = False
+    """The input is a list of tensors, one for each rank."""
 
 
 class _Course(NamedTuple):
@@ -117,7 +124,8 @@ def sample(events: Iterable[Any], window: Window, clock: Callable[[int], int], t
         elif name.startswith("nccl:"):
             launched.issued(start_ns, _bytes(event), _element(event))
         elif name.startswith("c10d::"):
-            launches.append(_Launch(canonical(name[6:]), start_ns, start_ns + event.duration_ns()))
+            end_ns = start_ns + event.duration_ns()
+            launches.append(_Launch(canonical(name[6:]), start_ns, end_ns, name == "c10d::reduce_scatter_"))
         elif start_ns < window.start_ns:
             continue  # of the step before, which the profiler ran in, too
         elif event.is_async() or name.startswith(_WAITS):
@@ -229,6 +237,7 @@ def _operations(window: Window, launches: list[_Launch], courses: list[_Course])
         if launcher is None or not launcher.is_batched:  # a batch has one course, of another name
             waiting[launch.name].append(launch)
     batches: list[tuple[int, int]] = []
+    parts = _Parts(courses, waiting["reduce_scatter"])
     for course in sorted(courses, key=lambda course: course.issued_ns):
         name, issued_ns, end_ns, length, element, launched_ns = course
         if launched_ns:
@@ -244,12 +253,22 @@ def _operations(window: Window, launches: list[_Launch], courses: list[_Course])
             batches.append((start_ns, end_ns))
             continue
         queue = waiting[name]
-        if queue and queue[0].start_ns <= start_ns:
+        is_launched = bool(queue) and queue[0].start_ns <= start_ns
+        if name in ("send", "recv") and not is_launched and called("barrier", start_ns) is not None:
+            continue  # of a monitored_barrier
+        whole = parts.launch(name, queue[0].start_ns if is_launched else start_ns)
+        if whole is not None:
+            name, issued_ns = whole.name, whole.start_ns
+        elif is_launched:
             issued_ns = queue.popleft().start_ns
         call = called(name, issued_ns) or _unnamed(window, name, issued_ns)
         # A course's end is written by the backend's thread, which may come after whoever waited for the operation.
         ended_ns = min(end_ns, call.waited_ns) if call.waited_ns > issued_ns else end_ns
-        found.append((_Course(name, issued_ns, ended_ns, length or call.bytes, element), call))
+        operation = _Course(name, issued_ns, ended_ns, length or call.bytes, element)
+        if whole is not None:
+            parts.add(whole, operation, call, found)
+        else:
+            found.append((operation, call))
     # A backend that shows no courses: what Python waited for, from the call to the end of the wait.
     seen = {id(call) for _, call in found}
     for call in calls:
@@ -264,11 +283,45 @@ def _operations(window: Window, launches: list[_Launch], courses: list[_Course])
     found.sort(key=lambda each: each[0].issued_ns)
     numbers: collections.Counter[tuple[str, str, int | None]] = collections.Counter()
     for (name, issued_ns, ended_ns, length, element, launched_ns), call in found:
-        if launched_ns or window.start_ns <= issued_ns < window.end_ns:
+        if not call.is_empty and (launched_ns or window.start_ns <= issued_ns < window.end_ns):
             key = (name, call.group, call.peer)
-            of = (call.ranks, call.peer, call.purpose, element)
+            of = (call.ranks, call.peer, call.purpose, element, call.tag)
             yield Operation(name, call.group, numbers[key], issued_ns, ended_ns, length, *of)
             numbers[key] += 1
+
+
+class _Parts:
+    """A reduce_scatter of a backend that makes it of all_reduces, as gloo does."""
+
+    def __init__(self, courses: Iterable[_Course], launches: collections.deque[_Launch]) -> None:
+        has_own = any(course.name == "reduce_scatter" for course in courses)
+        self._launches = collections.deque[_Launch]() if has_own else launches
+        self._place = -1
+        """Of the operation that lacks parts yet."""
+        self._left = 0
+
+    def launch(self, name: str, before_ns: int) -> _Launch | None:
+        """Of which a course is a part: the first that lacks some, if it was launched before.
+
+        Args:
+            before_ns: when the course began, or what has its own name was launched.
+        """
+        if name != "all_reduce" or not self._launches or self._launches[0].start_ns > before_ns:
+            return None
+        return self._launches[0]
+
+    def add(self, launch: _Launch, part: _Course, call: Call, found: list[tuple[_Course, Call]]) -> None:
+        """A part, to what was found."""
+        if not self._left:
+            self._place, self._left = len(found), max(1, call.ranks) if launch.is_of_list else 1
+            found.append((part, call))
+        else:
+            before, _ = found[self._place]
+            ended_ns = max(before.ended_ns, part.ended_ns)
+            found[self._place] = (before._replace(ended_ns=ended_ns, bytes=before.bytes + part.bytes), call)
+        self._left -= 1
+        if not self._left:
+            self._launches.popleft()
 
 
 def _unnamed(window: Window, name: str, at_ns: int) -> Call:

@@ -21,7 +21,8 @@ class Marks:
     - *forward* goes on after the module has returned, up to the next backward pass, for the loss is in it; in a step
       without modules it is what lies between the last span and the backward pass;
     - *evaluation* joins calls between which there is nothing but the loader;
-    - a module in evaluation mode with gradients is forward if a backward pass follows in the same step.
+    - a module in evaluation mode with gradients is forward if a backward pass follows in the same step; so is one in training
+      mode without gradients, as a GAN's generator for the discriminator's step, unless a batch is loaded after it before that.
     """
 
     def __init__(self, now_ns: int, thread_ns: int) -> None:
@@ -40,7 +41,8 @@ class Marks:
         """Of the loader since the last evaluation."""
         self._maybe_forward: list[int] = []
         """Where in the spans there are evaluations that may yet turn out to be forward."""
-        self._evaluates_with_gradients = False
+        self._evaluates_with_gradients = self._evaluates_in_training_mode = self._has_loaded = False
+        """Of the evaluation; the last: a batch was loaded between its calls."""
         self._last_ns = now_ns
         """When the last span of the step ended, or the step began."""
 
@@ -48,7 +50,7 @@ class Marks:
 
     def enter(self, phase: str, at_ns: int) -> None:
         if phase == "backward":
-            if self._evaluation is not None and self._evaluates_with_gradients:
+            if self._evaluation is not None and self._may_be_forward:
                 self._forward = (self._evaluation[1], at_ns)
                 self._settle_evaluation()
             self._has_modules |= bool(self._maybe_forward)
@@ -97,12 +99,15 @@ class Marks:
         self._has_modules = True
         self._forward = (start_ns if self._forward is None else self._forward[0], end_ns)
 
-    def evaluation(self, start_ns: int, end_ns: int, *, with_gradients: bool = False) -> None:
+    def evaluation(
+        self, start_ns: int, end_ns: int, *, with_gradients: bool = False, in_training_mode: bool = False
+    ) -> None:
         """The outermost call of a module without gradients, or in evaluation mode."""
         self._settle_forward()
-        if with_gradients != self._evaluates_with_gradients:
+        if (with_gradients, in_training_mode) != (self._evaluates_with_gradients, self._evaluates_in_training_mode):
             self._settle_evaluation()
-            self._evaluates_with_gradients = with_gradients
+            self._evaluates_with_gradients, self._evaluates_in_training_mode = with_gradients, in_training_mode
+        self._has_loaded |= bool(self._between)
         self._evaluation = (start_ns if self._evaluation is None else self._evaluation[0], end_ns)
         self._between.clear()
 
@@ -161,12 +166,19 @@ class Marks:
             return
         index = len(self._spans)
         self._span("evaluation", *self._evaluation)
-        if self._evaluates_with_gradients and index < len(self._spans):  # there was room
+        if self._may_be_forward and index < len(self._spans):  # there was room
             self._maybe_forward.append(index)
         for each in self._between:
             self._span(each.phase, each.start_ns, each.end_ns)
         self._evaluation = None
         self._between = []
+        self._has_loaded = False
+
+    @property
+    def _may_be_forward(self) -> bool:
+        if self._evaluates_in_training_mode:
+            return not self._has_loaded and not self._between
+        return self._evaluates_with_gradients
 
     def _span(self, phase: str, start_ns: int, end_ns: int) -> None:
         if self._has_room():

@@ -16,12 +16,16 @@ from typing import Any
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
+_GIVEN = {name: value for name, value in os.environ.items() if name.startswith("PENSTOCK_PROFILE")}
+"""A script may clear its environment before it imports torch."""
+
+
 def _mark(name: str, text: str = "") -> None:
-    """A file in the folder of the profile, from which the command learns how far a script has come."""
+    """A file from which the command learns how far a script has come."""
     try:
-        with open(os.path.join(os.environ["PENSTOCK_PROFILE"], f".profile-{name}"), "w", encoding="utf-8") as file:
+        with open(os.path.join(_GIVEN["PENSTOCK_PROFILE_MARKS"], name), "w", encoding="utf-8") as file:
             file.write(text)
-    except OSError:
+    except (KeyError, OSError):
         pass
 
 
@@ -30,7 +34,7 @@ def _start() -> None:
     try:
         from penstock.tools.profile.recorder import install
 
-        install.install(os.environ["PENSTOCK_PROFILE"])
+        install.install(_GIVEN)
     except Exception as error:  # whatever is wrong here, the script must run
         _mark(f"problem-{os.getpid()}", f"{type(error).__name__}: {error}")
 
@@ -65,11 +69,11 @@ def _chain() -> None:
 
 def _is_of_rank() -> bool:
     """Whether a rank has started this process: it leaves its number when it trains. After an `exec` it is the rank itself."""
-    rank = os.environ.get("PENSTOCK_PROFILED", "")
+    rank = _GIVEN.get("PENSTOCK_PROFILED", "")
     return rank.isdigit() and int(rank) != os.getpid()
 
 
-if "PENSTOCK_PROFILE" in os.environ and not _is_of_rank():
+if "PENSTOCK_PROFILE" in _GIVEN and not _is_of_rank():
     _mark("python")
     if "torch" in sys.modules:
         _start()
