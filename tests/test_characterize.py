@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import io
 import json
 import math
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -436,6 +438,32 @@ def test_a_finding_is_not_judged_by_noise_nor_without_cells() -> None:
     }
 
 
+@pytest.mark.parametrize("missing", [(4, 4), (2, 8), None])
+def test_weak_scaling_compares_the_same_batch_on_each_rank(missing: tuple[int, int] | None) -> None:
+    """Of a matrix with 8 and 4 sequences a rank, one cell of which may be missing. Computing and what is received grow with the
+    batch of a rank and not with the ranks, in data parallel; in a pipeline computing grows with the whole batch."""
+    runs = []
+    for ranks, each in {(ranks, each) for ranks in (2, 4) for each in (8, 4)} - {missing}:
+        for parallel, times in (("data", 1.0), ("pipeline", float(ranks))):
+            cell = replace(CELL, parallel=parallel, ranks=ranks, batch=ranks * each, scaling="weak")
+            work = {"forward": 10.0 * each * times, "backward": 20.0 * each * times}
+            runs += [outcome(cell, repeat, work=work, receive_mbit=5.0 * each) for repeat in range(2)]
+    found = {each.says.partition(":")[0]: (each.verdict, each.here) for each in findings.findings(runs)}
+    computing = (AGREES, "forward 100%, backward 100% from 2 to 4 ranks")
+    assert found["computing takes as long with more ranks"] == computing
+    assert found["more ranks use more of the network"] == (NOISE, "1.00 times from 2 to 4 ranks")
+    staged = "computing takes longer with more ranks, whose batch grows with them"
+    assert found[staged] == (AGREES, "2.00 times from 2 to 4 ranks")
+
+
+def test_weak_scaling_is_not_judged_by_cells_of_different_batches() -> None:
+    """Two ranks of 8 sequences and four of 4: the finding says what the matrix lacks."""
+    runs = [outcome(replace(CELL, ranks=ranks, batch=16, scaling="weak")) for ranks in (2, 4)]
+    [found] = [each for each in findings.findings(runs) if each.says.startswith("computing takes as long")]
+    lacks = "the matrix has no data parallel cells with weak scaling, several ranks and the same batch on each"
+    assert (found.verdict, found.here) == (ABSENT, lacks)
+
+
 def test_the_matrix_of_the_findings_has_cells_for_each(root: Path) -> None:
     """Runs of examples/findings.yaml, made up, can judge all findings and draw all figures; each of its cells can run, and there
     are no more runs than go into twenty minutes, at 20 s each, of steps enough for the profile's samples."""
@@ -633,6 +661,47 @@ def test_tables_and_a_comparison(tmp_path: Path) -> None:
     assert "Communication takes 40% of a step" in (tmp_path / "page.html").read_text()
 
 
+def test_runs_that_were_made_otherwise_are_named(tmp_path: Path) -> None:
+    """Beside a comparison, and below a table of a folder with both, also in the report: what differs, and what each folder has.
+    Runs that are alike, or do not say how they were made, as old ones, have no such sentence."""
+    usual = {"machine": "Small", "processors": 2, "steps": 30, "seed": 1}
+    other = {**usual, "machine": "Large", "processors": 64, "steps": 500, "seed": 9}
+    made = {
+        "a": [usual] * 2,
+        "b": [other] * 2,
+        "more": [{**usual, "processors": 4}],
+        "old": [{}],
+        "mixed": [usual, other, {}],
+    }
+    for name, given in made.items():
+        (tmp_path / name).mkdir()
+        for repeat, each in enumerate(given):
+            results.write(tmp_path / name, outcome(repeat=repeat, **each))
+
+    def told(*arguments: str) -> str:
+        done = CliRunner().invoke(cli.command, [each.replace("/", f"{tmp_path}/") for each in arguments])
+        assert done.exit_code == 0, done.output
+        found = re.search(r"The runs differ .* That alone may change their times\.", " ".join(done.output.split()))
+        return found[0].replace(f"{tmp_path}/", "") if found else ""
+
+    assert told("--compare", "/a", "/b") == (
+        "The runs differ in machine, steps, seed: a has 2 processors (Small), 30 steps, seed 1; "
+        "b has 64 processors (Large), 500 steps, seed 9. That alone may change their times."
+    )
+    assert told("--compare", "/a", "/more") == (
+        "The runs differ in machine: a has 2 processors (Small); more has 4 processors (Small). "
+        "That alone may change their times."
+    )
+    mixed = (
+        "The runs differ in machine, steps, seed: mixed has 2 processors (Small) and 64 processors (Large), "
+        "30 steps and 500 steps, seed 1 and seed 9. That alone may change their times."
+    )
+    assert told("--show", "/mixed", "--html", "/page.html") == mixed
+    assert mixed.replace("mixed has", f"{tmp_path}/mixed has") in unescape((tmp_path / "page.html").read_text())
+    for alike in (["--compare", "/a", "/a"], ["--compare", "/a", "/old"], ["--show", "/a"], ["--show", "/old"]):
+        assert told(*alike) == "", alike
+
+
 def test_what_the_profile_complains_of_is_kept_and_told(tmp_path: Path) -> None:
     """In the terminal how many runs, and one text; in the report all, with the number of runs; what ranks print is none."""
     said = "[rank0]: penstock profile: no\npenstock profile: too few samples\nstep | 3\npenstock profile: x\x1b\n"
@@ -725,6 +794,62 @@ def test_runs_of_another_length_or_seed_are_not_gone_on_with(
     assert CliRunner().invoke(cli.command, [str(path)]).exit_code == 0 and ran == [(30, 1)]
 
 
+def test_two_commands_do_not_run_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one says what to do and runs nothing, and the first one ends as if it were alone; in another folder the second
+    one runs. Where a folder can have no lock, a command says so and goes on; where the lock cannot be written, it ends."""
+    path = written(tmp_path, "{models: gpt2-tiny, batches: 4, transports: gloo, repeats: 1}")
+    ran, second = [], []
+
+    def run(cell: Cell, repeat: int, *, folder: Path, **_: object) -> Outcome:
+        ran.append(folder.name)
+        if folder.name == "matrix.runs":
+            second.extend(
+                CliRunner().invoke(cli.command, [str(path), *more]) for more in ([], ["-o", str(tmp_path / "o")])
+            )
+        return outcome(cell, repeat)
+
+    monkeypatch.setattr(running, "run", run)
+    first = CliRunner().invoke(cli.command, [str(path)])
+    assert first.exit_code == 0 and ran == ["matrix.runs", "o"], first.output
+    refused, elsewhere = second
+    assert refused.exit_code == 1 and f"another penstock characterize runs its matrix in {tmp_path}" in refused.output
+    assert "wait until it has ended, or name another --output" in refused.output and elsewhere.exit_code == 0
+    again = CliRunner().invoke(cli.command, [str(path)])
+    assert again.exit_code == 0 and "1 of 1 runs are in" in again.output and len(ran) == 2, again.output
+
+    def lacks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", lacks)
+    without = CliRunner().invoke(cli.command, [str(path)])
+    assert without.exit_code == 0 and "(No locks available): start no other penstock characterize" in without.output
+    (tmp_path / "matrix.runs" / cli.LOCK).unlink()
+    (tmp_path / "matrix.runs" / cli.LOCK).mkdir()
+    unwritable = CliRunner().invoke(cli.command, [str(path)])
+    assert unwritable.exit_code == 1 and ".lock: Is a directory; name another --output" in unwritable.output
+
+
+def test_a_command_that_is_killed_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For real: it is killed in mid run, and the next command runs in its folder, whatever the killed one's processes do."""
+    path = written(tmp_path, "{models: gpt2-tiny, batches: 4, transports: gloo, repeats: 1}")
+    program = (
+        "import subprocess, sys; from penstock.tools.characterize import cli, running\n"
+        "def run(*_, **__):\n"
+        "    subprocess.run(['sh', '-c', 'echo runs; read line'])\n"
+        "running.run = run\n"
+        "cli.command()\n"
+    )
+    command = [sys.executable, "-c", program, str(path)]
+    monkeypatch.setattr(running, "run", lambda cell, repeat, **_: outcome(cell, repeat))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "runs\n"
+        assert "another penstock characterize runs" in CliRunner().invoke(cli.command, [str(path)]).output
+        process.kill()
+        process.wait()
+        after = CliRunner().invoke(cli.command, [str(path)])
+    assert after.exit_code == 0, after.output
+
+
 def test_a_search_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two models the first one's search fails for another reason than memory: the other's is made, and its batch is run."""
     path = written(tmp_path, "{models: [gpt2-tiny, bert-tiny], batches: 4, transports: gloo, repeats: 1}")
@@ -768,12 +893,13 @@ def test_a_matrix_that_is_stopped_leaves_nothing_behind(number: signal.Signals, 
     def until(holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 120
         while not holds():
-            assert time.monotonic() < deadline and (process.poll() is None or holds())
+            assert time.monotonic() < deadline
             time.sleep(0.05)
 
     with process:
         try:
-            until(lambda: running() >= 5)  # the command, the profile, torchrun, two ranks
+            # The command, the profile, torchrun, two ranks.
+            until(lambda: running() >= 5 or process.poll() is not None)
             process.send_signal(number)
             _, said = process.communicate(timeout=60)
         finally:

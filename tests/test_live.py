@@ -37,7 +37,7 @@ from penstock.errors import Config
 from penstock.live import found, metrics, own, running, scalars, shown, view
 from penstock.live.counts import Counts, counts
 from penstock.live.server import Answer, Server
-from penstock.runtime import config
+from penstock.runtime import config, process
 from penstock.tools.top import events, render
 from test_reports import MEASURE, SCREENS, check_layout, contrast
 
@@ -216,6 +216,50 @@ def test_another_process_becomes_rank_0(monkeypatch: pytest.MonkeyPatch, capfd: 
     assert "another process" in until(events, lambda event: event["state"] == "ended")["answer"]
     assert running.Job.current.front is None and found.found() == []
     running.Job.current._end()
+
+
+def test_an_exception_that_cannot_be_a_text_ends_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The view ends as with any other: the last event names the exception."""
+
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    monkeypatch.setattr(running.Job, "current", None)
+    word = running.serve(("127.0.0.1", 0), TOKEN, "", "1")
+    running.join(word, engine_of(0), torch.distributed.HashStore, range(1))
+    made = running.Job.current
+    monkeypatch.setattr(sys, "last_value", Mute(), raising=False)
+    made._end()
+    last = latest(made.front.server)
+    assert last["state"] == "ended" and last["answer"].endswith(": Mute: (its __str__ raised ValueError)"), last
+    assert last["complaints"][0].endswith("the script ends with Mute: (its __str__ raised ValueError)")
+    assert found.found() == []
+
+
+def test_an_observer_that_fails_does_not_keep_the_engine_from_stopping() -> None:
+    """Nor from starting, nor the other observers from being called. A warning says what failed, and the rank ends well."""
+    for outcome in ranks.Ranks(_with_a_bad_observer, count=2).outcomes(timeout_s=60):
+        assert outcome.ok and outcome.value == ["starts", "stops"], outcome
+        assert "failed while the engine starts" in outcome.output and "failed while the engine stops" in outcome.output
+        assert outcome.output.count("OSError: the reason of a test") == 2
+
+
+def _with_a_bad_observer() -> list[str]:
+    """What an observer behind one that fails was called with."""
+    called = []
+
+    def fail(_: object) -> None:
+        raise OSError("the reason of a test")
+
+    process.observe(fail)
+    process.observe(lambda core: called.append("stops" if core is None else "starts"))
+    dist.init_process_group("penstock")
+    core = process.engine().core
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError):  # it has stopped
+        core.stats()
+    return called
 
 
 def engine_of(rank: int) -> running.Engine:
@@ -534,6 +578,29 @@ def test_a_follower_that_does_not_read_is_dropped(server: Server) -> None:
             os.sched_yield()
 
 
+def test_a_path_that_fails_is_answered_with_500(caplog: pytest.LogCaptureFixture) -> None:
+    """The log says why, once, and the server goes on: it answers the next request, of that path and of another."""
+
+    def fail() -> Answer:
+        raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "the reason of a test")
+
+    made = Server("127.0.0.1", 0, TOKEN, {"/": lambda: Answer("text/plain", b"the page"), "/bad": fail})
+    made.start()
+    try:
+        answers = [ask(made, f"GET {path}?token={TOKEN} HTTP/1.1\r\n\r\n") for path in ("/bad", "/bad", "/")]
+        assert [(status, body) for status, _, body in answers] == [
+            (500, b"this page cannot be made: rank 0's log says why\n"),
+            (500, b"this page cannot be made: rank 0's log says why\n"),
+            (200, b"the page"),
+        ]
+        assert ask(made, "GET /bad HTTP/1.1\r\n\r\n")[::2] == (401, b"")
+    finally:
+        made.close()
+    assert (
+        caplog.text.count("the live view answers /bad with 500") == 1 == caplog.text.count("position 0: the reason of")
+    )
+
+
 def test_settings() -> None:
     """A port, an address and a port, and what is neither."""
     taken = {
@@ -700,6 +767,36 @@ def test_records_are_not_believed() -> None:
         seen = job_view.snapshot(1.0, 1.0)
         json.dumps(shown.event(seen), allow_nan=False)
         parsed(metrics.text(seen))
+
+
+@pytest.mark.parametrize("when", [1e17, -1e17, 9e17, -1, 253_402_300_800])
+def test_no_text_or_time_of_a_rank_stops_the_view(when: float) -> None:
+    """Each text of rank 1 has a lone surrogate and marks that control a terminal, and the time of its warning is in no calendar.
+    The event, the metrics and the job's end are made all the same; the warning is shown, and no such character is."""
+    nasty = "a\ud800\x1b\u202e"
+    rows = {
+        name: [[when if kind is float else nasty for kind in form] for _ in range(2)]
+        for name, form in view._ROWS.items()
+    }
+    given = {**dict.fromkeys(view._TEXTS, nasty), **rows, "lost": {"0": nasty}, "waits": [nasty, 5.0, nasty]}
+    front = running.Front(("127.0.0.1", 0), TOKEN, "", "1")
+    try:
+        url = f"http://127.0.0.1:{front.server.port}/?token={TOKEN}"
+        front.expect([0, 1], 0, anew=True)
+        front.hear(0, numbers_of(0, 1))
+        for state in (nasty, "running"):
+            front.hear(1, numbers_of(1, len(state), **given | {"state": state}))
+            front.show(1.0)
+            told = next(follow(url))
+            assert re.fullmatch(r"\d\d:\d\d:\d\d rank 1: a\ufffd{3}", told["complaints"][0]), told["complaints"]
+            status, _, body = get(url, "/metrics")
+            assert status == 200 and 'penstock_rank_complaints{rank="1"} 1.0' in body.decode()
+            shown_texts = json.dumps(told, ensure_ascii=False) + body.decode()
+            assert "a\ufffd\ufffd\ufffd" in shown_texts and not re.search("[\ud800\x1b\u202e]", shown_texts)
+        front.pause()
+    finally:
+        front.end("the end of a test")
+    assert "the end of a test" in latest(front.server)["answer"]
 
 
 def test_groups_aggregation_and_complaints_are_metrics_too() -> None:
@@ -1180,6 +1277,11 @@ def until(
             return event
         assert time.monotonic() < until_s, event
     raise AssertionError(f"the events have ended with {event}")
+
+
+def latest(server: Server) -> dict[str, Any]:
+    """The last event that it has sent, or would send."""
+    return json.loads(server._latest.removeprefix(b"data: "))
 
 
 def rate(event: dict[str, Any], what: str) -> float:

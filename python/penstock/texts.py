@@ -7,7 +7,7 @@ import re
 from collections.abc import Container
 from typing import Any
 
-__all__ = ["apart", "checked", "harmless"]
+__all__ = ["apart", "checked", "harmless", "of_exception"]
 
 
 def apart(name: str, taken: Container[str]) -> str:
@@ -30,6 +30,15 @@ def checked(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("no text")
     return harmless(value)
+
+
+def of_exception(error: BaseException) -> str:
+    """Type and text of an exception of any code. What makes the text may raise itself."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception as other:
+        return f"{name}: (its __str__ raised {type(other).__name__})"
 
 
 _HARMFUL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -22,6 +22,7 @@ from typing import Any
 
 from penstock.live import own
 from penstock.live.counts import counts
+from penstock.texts import of_exception
 
 __all__ = ["Engine", "Job", "join", "leave", "serve"]
 
@@ -199,10 +200,10 @@ class Job:
         self._stop.set()
         error = getattr(sys, "last_value", None)
         if error is not None and self._engine is not None:
-            self._complaints.add(f"the script ends with {type(error).__name__}: {error}")
+            self._complaints.add(f"the script ends with {of_exception(error)}")
         self.disengage()
         if self.front is not None:
-            why = "rank 0's script is done" if error is None else f"{type(error).__name__}: {error}"
+            why = "rank 0's script is done" if error is None else of_exception(error)
             self.front.end(why.splitlines()[0][:_TEXT])
 
 

@@ -69,6 +69,7 @@ class Server:
         self._token = token.encode()
         self._paths = paths
         self._events = events
+        self._failed: set[str] = set()
         self._peers: dict[int, _Peer] = {}
         self._wakes, self._woken = socket.socketpair()
         self._woken.setblocking(False)
@@ -213,10 +214,21 @@ class Server:
             peer.state, peer.deadline_s = "follows", None
             peer.unsent += _head("200 OK", (("Content-Type", "text/event-stream"),)) + b"retry: 2000\n\n" + self._latest
         elif path in self._paths:
-            peer.unsent += _whole("200 OK", self._paths[path]())
+            peer.unsent += self._made(path)
         else:
             there = ", ".join([*self._paths, self._events])
             peer.unsent += _whole("404 Not Found", Answer("text/plain", f"there are {there}\n".encode()))
+
+    def _made(self, path: str) -> bytes:
+        """The answer of a path; where making it fails, 500, and a line in the log the first time."""
+        try:
+            return _whole("200 OK", self._paths[path]())
+        except Exception:
+            if path not in self._failed:
+                self._failed.add(path)
+                log.exception("the live view answers %s with 500; the training goes on", path)
+            told = b"this page cannot be made: rank 0's log says why\n"
+            return _whole("500 Internal Server Error", Answer("text/plain", told))
 
     def _understand(self, head: bytes) -> tuple[str, str, bool]:
         """Method, path, and whether the request has the token."""

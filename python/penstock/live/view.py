@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from penstock.texts import harmless
+
 __all__ = ["Coflow", "Heard", "Link", "Snapshot", "Straggler", "View", "coflows", "parse"]
 
 
@@ -226,7 +228,8 @@ def coflows(job: Snapshot) -> list[Coflow]:
 
 
 def parse(text: bytes) -> dict[str, Any] | None:
-    """A rank's numbers; None for what is none. What has another form than it should is left out."""
+    """A rank's numbers; None for what is none. What has another form than it should is left out. Texts are harmless, and times of
+    day are within what localtime(3) takes."""
     if len(text) > _MOST_BYTES:
         return None
     try:
@@ -240,15 +243,18 @@ def parse(text: bytes) -> dict[str, Any] | None:
         value = given.get(name)
         made[name] = abs(value) if _is_number(value) else otherwise
     for name, likeness in _TEXTS.items():
-        made[name] = given[name][:400] if isinstance(given.get(name), str) else likeness
+        made[name] = harmless(given[name][:400]) if isinstance(given.get(name), str) else likeness
     for name, form in _ROWS.items():
         rows = given.get(name)
-        made[name] = [row for row in rows[:16] if _fits(row, form)] if isinstance(rows, list) else []
+        made[name] = [_harmless(row) for row in rows[:16] if _fits(row, form)] if isinstance(rows, list) else []
+    made["complaints"] = [[min(max(0.0, when), _LATEST_S), said] for when, said in made["complaints"]]
     lost, waits = given.get("lost"), given.get("waits")
     made["lost"] = {}
     if isinstance(lost, dict):
-        made["lost"] = {int(rank): why for rank, why in lost.items() if _is_rank(rank) and isinstance(why, str)}
-    made["waits"] = waits if _fits(waits, (str, float, str)) else None
+        made["lost"] = {
+            int(rank): harmless(why) for rank, why in lost.items() if _is_rank(rank) and isinstance(why, str)
+        }
+    made["waits"] = _harmless(waits) if _fits(waits, (str, float, str)) else None
     return made
 
 
@@ -261,7 +267,7 @@ def _is_rank(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 
-def _fits(row: Any, form: tuple[Any, ...]) -> bool:
+def _fits(row: Any, form: tuple[Any, ...]) -> TypeGuard[list[Any]]:
     """Whether a row has these types; a number is finite, and `_MAYBE` is a text or nothing."""
     if not isinstance(row, list) or len(row) != len(form):
         return False
@@ -269,6 +275,10 @@ def _fits(row: Any, form: tuple[Any, ...]) -> bool:
         _is_number(value) if kind is float else isinstance(value, str) or (kind is _MAYBE and value is None)
         for value, kind in zip(row, form, strict=True)
     )
+
+
+def _harmless(row: list[Any]) -> list[Any]:
+    return [harmless(value) if isinstance(value, str) else value for value in row]
 
 
 def _stuck(mine: Mapping[str, Any]) -> float | None:
@@ -317,6 +327,8 @@ _ROWS = {
 _NOBODY: dict[str, Any] = {**_NUMBERS, **_TEXTS}
 # Bytes of a record that is read: twice what a rank writes.
 _MOST_BYTES = 16384
+# Of a complaint: the end of the year 9999. localtime(3) fails where a year has more than 32 bits.
+_LATEST_S = 253_402_300_799.0
 # Looks that the line of step times shows: two minutes.
 _HISTORY = 120
 # Looks that decide who is the straggler.

@@ -204,8 +204,13 @@ class _Requests:
 
 
 def _tell(engine: _core.Engine | None) -> None:
+    """Call all observers. One that fails keeps neither the others from their call nor the engine from starting or stopping."""
     for observer in _observers:
-        observer(engine)
+        try:
+            observer(engine)
+        except Exception:
+            what = "stops" if engine is None else "starts"
+            log.warning("a part of Penstock failed while the engine %s; the training goes on", what, exc_info=True)
 
 
 def _print_log(level: str) -> None:

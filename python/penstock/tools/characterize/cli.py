@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import re
 import signal
@@ -77,6 +78,10 @@ def command(
                 raise click.ClickException("the two folders have no cell in common")
             console = result_console()
             console.print(table.fitted(console.width))
+            if differ := tables.unlike(
+                {str(folder): runs for folder, runs in zip(compare, (before, after), strict=True)}
+            ):
+                console.print(differ, markup=False, highlight=False)
             return
         folder = shown or output or (matrix or Path()).with_suffix(".runs")
         if matrix is not None:
@@ -100,6 +105,8 @@ def command(
     if len(judged) < len(found):
         text = f"{len(found) - len(judged)} of {len(found)} findings of the paper need cells that this matrix does not have"
         console.print(f"{text}: the report lists them (--html)\n", highlight=False)
+    if differ := tables.unlike({str(folder): outcomes}):
+        console.print(f"{differ}\n", markup=False, highlight=False)
     if complained := [one for one in outcomes if one.problems]:
         text = f"The profile complains of {len(complained)} of {plural(len(outcomes), 'run')} (all: --html), first of"
         text += f" {complained[0].cell.key}: {complained[0].problems[0]}\n"
@@ -138,6 +145,32 @@ _ERROR = re.compile(r"(Error|Exception|Config|Refused|Timeout|PeerLost): \S")
 
 
 @contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other commands from running cells in the folder: one would overwrite the records of the other. The kernel's lock on a
+    file ends with this process, however that ends; the file stays."""
+    from penstock.tools.bench.output import say
+
+    path = folder / LOCK
+    try:
+        file = path.open("a")
+    except OSError as error:
+        raise click.ClickException(f"cannot write {path}: {error.strerror}; name another --output") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = f"another penstock characterize runs its matrix in {folder}, and two would overwrite each other's records"
+            raise click.ClickException(f"{text}: wait until it has ended, or name another --output") from None
+        except OSError as error:  # some network file systems have no locks
+            say(f"cannot lock {path} ({error.strerror}): start no other penstock characterize in this folder")
+        yield
+
+
+LOCK = ".lock"
+"""Of a folder of runs. No reader takes it for a run: those end with .json."""
+
+
+@contextlib.contextmanager
 def _ending_well(folder: Path) -> Iterator[None]:
     """A Ctrl-C or SIGTERM ends the processes of the run that is going on, and says what is left."""
 
@@ -165,6 +198,8 @@ def _run(path: Path, folder: Path, memory: int | None, timeout_s: float) -> list
     if not given.cells:
         raise click.ClickException(f"{path} has no cell that can run")
     folder.mkdir(parents=True, exist_ok=True)
+    # Until the command has ended: what it shows at its end is drawn from the records, too.
+    click.get_current_context().with_resource(_alone(folder))
     ended = results.read(folder)
     for one in ended:
         if one.steps and (one.steps, one.seed) != (given.steps, given.seed):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.profiling.divide import WARM_UP_STEPS
-from penstock.tools.characterize.means import Means, apart, groups, means, parameters
+from penstock.tools.characterize.means import Means, apart, groups, means, parameters, scaled
 from penstock.tools.characterize.results import Outcome, Ratio, ratio
 from penstock.tools.profile.run import PERIOD_MS
 
@@ -167,9 +167,12 @@ def _data_weak(of: Sequence[Means], data: Sequence[Means]) -> list[Finding]:
         ),
         _more(
             (where, "more ranks use more of the network: 1.1 to 1.7 times, from 4 to 8"),
-            apart(linked, "ranks", ["batch"]),
+            scaled(linked),
             _received,
-            ("data parallel cells with weak scaling over a link and several ranks", "{} times{ranks}"),
+            (
+                "data parallel cells with weak scaling over a link, several ranks and the same batch on each",
+                "{} times{ranks}",
+            ),
         ),
         _faster_link((f"{where}, obs. 4", "a faster network carries more under weak scaling, too"), linked),
     ]
@@ -177,9 +180,9 @@ def _data_weak(of: Sequence[Means], data: Sequence[Means]) -> list[Finding]:
 
 def _weak_computing(of: Sequence[Means]) -> Finding:
     about = ("weak scaling, fig. 4, obs. 3", "computing takes as long with more ranks: 97 % forward, 99 % backward")
-    pairs = apart(of, "ranks", ["batch"])
+    pairs = scaled(of)
     if not pairs:
-        return _absent(about, "data parallel cells with weak scaling and several ranks")
+        return _absent(about, "data parallel cells with weak scaling, several ranks and the same batch on each")
     kept = [_efficiency(pairs, phase, is_strong=False) for phase in ("forward", "backward")]
     told = f"forward {kept[0]:.0%}, backward {kept[1]:.0%}{_ranks(pairs)}{_crowded(pairs)}"
     return Finding(*about, told, AGREES if min(kept) > 1 - WEAK_LOSS else DIFFERS)
@@ -206,9 +209,9 @@ def _pipelines(of: Sequence[Means], data: Sequence[Means]) -> list[Finding]:
     return [
         _more(
             (f"{where}, obs. 5", "computing takes longer with more ranks, whose batch grows with them"),
-            apart([each for each in of if each.cell.scaling == "weak"], "ranks", ["batch"]),
+            scaled([each for each in of if each.cell.scaling == "weak"]),
             lambda run: run.work.get("forward", 0.0) + run.work.get("backward", 0.0),
-            ("pipeline cells with weak scaling and several ranks", "{} times{ranks}"),
+            ("pipeline cells with weak scaling, several ranks and the same batch for each", "{} times{ranks}"),
         ),
         _pipeline_share(of),
         _pipeline_gain(of),
@@ -316,14 +319,7 @@ def _largest_scale(data: Sequence[Means]) -> Finding:
         "fig. 7, obs. 6",
         "with more ranks and the same batch on each, all-reduce still takes most of a step: 73 %",
     )
-    pairs = []
-    for group in groups(_linked(data), ["ranks", "batch", "scaling"]):
-        by_batch: dict[float, list[Means]] = {}
-        for each in group:
-            by_batch.setdefault(each.cell.batch / each.cell.ranks, []).append(each)
-        for alike in by_batch.values():
-            few, many = (pick(alike, key=lambda each: each.cell.ranks) for pick in (min, max))
-            pairs += [(few, many)] if few.cell.ranks < many.cell.ranks else []
+    pairs = scaled(_linked(data), ["scaling"])
     if not pairs:
         return _absent(about, "data parallel cells over a link with several ranks and the same batch on each")
     before, after = (statistics.fmean(pair[at].share for pair in pairs) for at in (0, 1))

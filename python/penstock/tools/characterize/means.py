@@ -11,7 +11,7 @@ from penstock.tools.characterize.matrix import Cell
 from penstock.tools.characterize.results import Mean, Outcome, mean_of
 from penstock.workloads.transformer.shapes import MODELS, layers_of
 
-__all__ = ["Means", "apart", "groups", "means", "name", "network", "parameters", "pauses", "size"]
+__all__ = ["Means", "apart", "groups", "means", "name", "network", "parameters", "pauses", "scaled", "size"]
 
 
 class Means:
@@ -78,6 +78,20 @@ def apart(cells: Iterable[Means], field: str, free: Sequence[str] = ()) -> list[
         low, high = (pick(group, key=lambda each: getattr(each.cell, field)) for pick in (min, max))
         if getattr(low.cell, field) != getattr(high.cell, field):
             pairs.append((low, high))
+    return pairs
+
+
+def scaled(cells: Iterable[Means], free: Sequence[str] = ()) -> list[tuple[Means, Means]]:
+    """Pairs of the cells with the fewest and the most ranks, with the same batch on each rank, that differ in nothing else but
+    ``free``."""
+    pairs = []
+    for group in groups(cells, ["ranks", "batch", *free]):
+        by_batch: dict[float, list[Means]] = {}
+        for each in group:
+            by_batch.setdefault(each.cell.batch / each.cell.ranks, []).append(each)
+        for alike in by_batch.values():
+            few, many = (pick(alike, key=lambda each: each.cell.ranks) for pick in (min, max))
+            pairs += [(few, many)] if few.cell.ranks < many.cell.ranks else []
     return pairs
 
 

@@ -14,7 +14,7 @@ from penstock.tools.characterize.means import means, name
 from penstock.tools.characterize.memory import Kind, Limit
 from penstock.tools.characterize.results import Outcome
 from penstock.tools.characterize.running import Course
-from penstock.tools.characterize.tables import judged, models, times
+from penstock.tools.characterize.tables import judged, models, times, unlike
 
 __all__ = ["page"]
 
@@ -47,7 +47,7 @@ def page(
             "Look into the run that stands still most.",
             f"penstock profile --read {folder}/{most.cell.key}.{most.runs[0].repeat} --html run.html",
         ),
-        setting=_setting(outcomes, len(cells)),
+        setting=f"{_setting(outcomes, len(cells))} {unlike({folder: outcomes})}".strip(),
         sections=[
             Section("The paper's findings", [judged(found)]),
             *figures.sections(cells, limits, course_of),

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from penstock.numbers import plural
 from penstock.reports import Column, Line, Table
 from penstock.tools.characterize.findings import ABSENT, Finding
 from penstock.tools.characterize.means import Means, means, network, size
 from penstock.tools.characterize.results import Mean, Outcome, compared
 from penstock.workloads.transformer.shapes import MODELS
 
-__all__ = ["comparison", "judged", "models", "times"]
+__all__ = ["comparison", "judged", "models", "times", "unlike"]
 
 
 def times(outcomes: Sequence[Outcome]) -> Table:
@@ -69,6 +70,25 @@ def comparison(before: Sequence[Outcome], after: Sequence[Outcome]) -> Table:
     return Table("Before and after", columns, lines, groups=[Column("model", is_text=True)])
 
 
+def unlike(folders: Mapping[str, Sequence[Outcome]]) -> str:
+    """How runs differ in what should be the same for all of them, and what each folder has; empty if they do not. What a run does
+    not say, as old ones do not, is left out.
+
+    Args:
+        folders: runs by the name of their folder.
+    """
+    found = {
+        what: {name: list(dict.fromkeys(filter(None, map(of, runs)))) for name, runs in folders.items()}
+        for what, of in _MADE.items()
+    }
+    differ = [what for what, values in found.items() if len(set().union(*values.values())) > 1]
+    if not differ:
+        return ""
+    by_folder = {name: [" and ".join(found[what][name]) for what in differ if found[what][name]] for name in folders}
+    told = "; ".join(f"{name} has {', '.join(values)}" for name, values in by_folder.items() if values)
+    return f"The runs differ in {', '.join(differ)}: {told}. That alone may change their times."
+
+
 def models(outcomes: Sequence[Outcome]) -> Table:
     """Those of the runs, as the paper's table 1 has them."""
     lines = []
@@ -108,6 +128,21 @@ def judged(found: Sequence[Finding]) -> Table:
         Column("where", is_text=True, meaning="Section, figure and observation of the paper."),
     ]
     return Table("The characterisation paper's findings", columns, lines)
+
+
+def _machine(one: Outcome) -> str:
+    if not one.processors:
+        return ""
+    return plural(one.processors, "processor") + (f" ({one.machine})" if one.machine else "")
+
+
+_MADE: dict[str, Callable[[Outcome], str]] = {
+    "machine": _machine,
+    "steps": lambda one: plural(one.steps, "step") if one.steps else "",
+    # Known where the steps are.
+    "seed": lambda one: f"seed {one.seed}" if one.steps else "",
+}
+"""What should be the same for all runs, as texts; empty: not known."""
 
 
 def _part(each: Means, *phases: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["is_of_script", "told"]
+__all__ = ["is_of_script"]
 
 _OURS = (str(Path(__file__).parents[3]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 _PYTHON = str(Path(os.__file__).parent) + os.sep
@@ -22,12 +22,3 @@ def is_of_script(error: BaseException) -> bool:
         traceback = traceback.tb_next
     file = traceback.tb_frame.f_code.co_filename
     return not file.startswith(_OURS) and (not file.startswith(_PYTHON) or "-packages" in file)
-
-
-def told(error: BaseException) -> str:
-    """Type and text of an exception. Its text comes from the script's own code, which may raise."""
-    name = type(error).__name__
-    try:
-        return f"{name}: {error}"
-    except Exception as other:
-        return f"{name}: (its __str__ raised {type(other).__name__})"

@@ -41,8 +41,10 @@ class Marks:
         """Of the loader since the last evaluation."""
         self._maybe_forward: list[int] = []
         """Where in the spans there are evaluations that may yet turn out to be forward."""
-        self._evaluates_with_gradients = self._evaluates_in_training_mode = self._has_loaded = False
-        """Of the evaluation; the last: a batch was loaded between its calls."""
+        self._evaluates = (False, False)
+        """With gradients; in training mode."""
+        self._has_loaded = False
+        """A batch was loaded between calls of the evaluation."""
         self._last_ns = now_ns
         """When the last span of the step ended, or the step began."""
 
@@ -104,9 +106,9 @@ class Marks:
     ) -> None:
         """The outermost call of a module without gradients, or in evaluation mode."""
         self._settle_forward()
-        if (with_gradients, in_training_mode) != (self._evaluates_with_gradients, self._evaluates_in_training_mode):
+        if (with_gradients, in_training_mode) != self._evaluates:
             self._settle_evaluation()
-            self._evaluates_with_gradients, self._evaluates_in_training_mode = with_gradients, in_training_mode
+            self._evaluates = with_gradients, in_training_mode
         self._has_loaded |= bool(self._between)
         self._evaluation = (start_ns if self._evaluation is None else self._evaluation[0], end_ns)
         self._between.clear()
@@ -176,9 +178,8 @@ class Marks:
 
     @property
     def _may_be_forward(self) -> bool:
-        if self._evaluates_in_training_mode:
-            return not self._has_loaded and not self._between
-        return self._evaluates_with_gradients
+        with_gradients, in_training_mode = self._evaluates
+        return not self._has_loaded and not self._between if in_training_mode else with_gradients
 
     def _span(self, phase: str, start_ns: int, end_ns: int) -> None:
         if self._has_room():

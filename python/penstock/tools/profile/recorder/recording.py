@@ -17,12 +17,12 @@ import torch
 
 from penstock.errors import Config
 from penstock.profiling.record import Event, Header, Step, read
+from penstock.texts import of_exception
 from penstock.tools.profile.recorder.changes import has_gradient_reducer
 from penstock.tools.profile.recorder.collectives import Calls
 from penstock.tools.profile.recorder.conversion import costs
 from penstock.tools.profile.recorder.counters import Counters
 from penstock.tools.profile.recorder.engine import Memory, readings
-from penstock.tools.profile.recorder.errors import told
 from penstock.tools.profile.recorder.identity import Identity, make_room
 from penstock.tools.profile.recorder.iterations import Iterations
 from penstock.tools.profile.recorder.journal import Journal
@@ -246,7 +246,7 @@ class Recording:
 
     def failed(self, error: BaseException) -> None:
         """The script does, or the function of it that this process runs."""
-        self.event("exception", told(error))
+        self.event("exception", of_exception(error))
 
     def _has_child(self) -> bool:
         """Whether a rank of this number has begun since."""
