@@ -81,7 +81,7 @@ CASES: list[tuple[str, Mapping[str, str | int], str, str, bool]] = [
         str(4 << 20),
         True,
     ),
-    ("no model", BUCKETS, "say(0)", "0", False),
+    ("no model", BUCKETS, "dist.barrier()\nsay(0)", "0", False),
 ]
 
 

@@ -168,14 +168,18 @@ def test_free_cores_gain_no_more_than_ranks_computed_without_running(times: int)
     assert computing.cost_ns == pytest.approx(40e6, rel=0.1)
 
 
-@pytest.mark.parametrize(("threads", "cores", "fair"), [(1, 8, 8), (8, 8, 0), (None, 8, 0), (1, 1, 0)])
-def test_more_threads_where_ranks_leave_cores_unused(threads: int | None, cores: int, fair: int) -> None:
-    """As torchrun does, which gives each rank one thread: the change stands in the list, with its setting."""
+@pytest.mark.parametrize(
+    ("threads", "cores", "device", "fair"),
+    [(1, 8, "cpu", 8), (8, 8, "cpu", 0), (8, 16, "cpu", 0), (None, 8, "cpu", 0), (1, 1, "cpu", 0), (1, 8, "cuda", 0)],
+)
+def test_more_threads_where_ranks_leave_cores_unused(threads: int | None, cores: int, device: str, fair: int) -> None:
+    """As torchrun does, which gives each rank one thread: the change stands in the list, with its setting. Not where two of the
+    system's cores may be one of the processor's, nor where GPUs compute."""
     job, _ = planted_records.drawn("slow rank", 3)
     job.more, job.hidden = {}, 0.99
     records, breakdown = planted_records.played(job)
     for record in records:
-        record.header.about.update(threads=threads, cores=cores)
+        record.header.about.update(threads=threads, cores=cores, device=device)
     advice = advise(records, breakdown)
     assert [cause.kind for cause in advice.causes] == ["compute"]
     settings = {"OMP_NUM_THREADS": str(fair)} if fair else {}
@@ -266,10 +270,32 @@ def test_gradients_that_are_summed_in_each_pass_are_told_so() -> None:
     assert first.cost_ns == pytest.approx(24e6) and first.gain_ns == pytest.approx(22e6)
     assert [each.gain for each in advice.predictions if each.change.startswith("buckets")] == [pytest.approx(1.0)] * 3
     assert advice.changes[0].what == "sums in the last backward pass alone" and advice.changes[0].obstacle
+    unknown = accumulated(12)
+    for record in unknown:
+        record.samples[:] = [
+            dataclasses.replace(
+                sample, operations=tuple(dataclasses.replace(one, bytes=0) for one in sample.operations)
+            )
+            for sample in record.samples
+        ]
+    assert "repeated sums" not in [each.kind for each in causes.find(unknown, divide(unknown))]
     once = accumulated(1, times=12)
     advice = advise(once, divide(once), everything=True)
     assert advice.causes[0].kind == "small buckets"
     assert max(each.gain for each in advice.predictions if each.change.startswith("buckets")) > 1.2
+
+
+def test_sums_that_are_repeated_hide_nothing_larger() -> None:
+    """Where other communication takes most of the wire, its own bound is told."""
+    records = accumulated(2)
+    divided = divide(records)
+    moving = {"tensor": Moving(exposed_wire_ns=40e6, operations=4, bytes=1e6)}
+    shares = tuple(
+        dataclasses.replace(share, communication={**share.communication, **moving}, step_ns=share.step_ns + 40e6)
+        for share in divided.shares
+    )
+    found = causes.find(records, dataclasses.replace(divided, shares=shares))
+    assert found[0].kind == "unknown" and found[0].cost_ns > 40e6
 
 
 def test_a_rank_that_has_less_to_communicate_is_no_straggler() -> None:

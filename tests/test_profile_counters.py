@@ -24,6 +24,8 @@ from penstock.profiling.measures import Measures
 from penstock.profiling.readers import load
 from penstock.reports import Picture
 from penstock.tools.profile import report, run
+from penstock.tools.profile.recorder.counters import Counters
+from penstock.tools.profile.recorder.identity import Identity
 from penstock.tools.testbed import LinkSpec, Testbed
 
 SAMPLER = [sys.executable, "-m", "penstock.profiling.sampler"]
@@ -97,6 +99,15 @@ def test_a_rank_s_own_name_and_its_loaders_workers_are_seen(tmp_path: pathlib.Pa
     assert (found.header.rank, found.header.world) == (3, 8) and found.header.about["ranks"] == {"3": rank.pid}
     seen = [each.values[name] for each in found.readings if (name := f"pid.{rank.pid}.workers.cpu_s") in each.values]
     assert seen == sorted(seen)
+
+
+def test_one_rank_of_a_host_starts_the_sampler(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first that looks, also in a folder that no command has made ready, as those of a bench."""
+    begun: list[list[int]] = []
+    monkeypatch.setattr(Counters, "_start", lambda _, pids: begun.append(pids))
+    for _ in range(2):
+        Counters(tmp_path, Identity()).look()
+    assert begun == [[os.getpid()]]
 
 
 def test_a_stop_and_a_ctrl_c(tmp_path: pathlib.Path) -> None:

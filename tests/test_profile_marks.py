@@ -131,6 +131,23 @@ def test_a_module_in_training_mode_without_gradients_is_forward_if_it_is_trained
     assert ended(made, 160) == [("evaluation", 140, 150)]
 
 
+@pytest.mark.parametrize("between", ["a checkpoint and a batch", "a game"])
+def test_calls_in_training_mode_that_are_for_something_else_stay_evaluation(between: str) -> None:
+    """What is saved after them, and then a batch is loaded; or what a policy does between them takes most of the time."""
+    made = Marks(0, 0)
+    made.evaluation(0, 10, in_training_mode=True)
+    if between == "a game":
+        made.evaluation(50, 60, in_training_mode=True)
+    else:
+        for phase in ("checkpoint", "loading"):
+            made.enter(phase, 60)
+            made.leave(phase, 65)
+    made.forward(70, 80)
+    made.enter("backward", 80)
+    made.leave("backward", 90)
+    assert [phase for phase, *_ in ended(made, 100) if phase in ("evaluation", "forward")] == ["evaluation", "forward"]
+
+
 def test_what_is_open_at_the_end_of_a_step_goes_on() -> None:
     """A GradScaler's step holds the optimizer's, which ends the iteration."""
     made = Marks(0, 0)
@@ -374,8 +391,14 @@ def test_what_a_backend_makes_of_others_is_one_operation() -> None:
         ("barrier", "b", 0, 700_000, 760_000, 0),
         ("send", "b", 0, 802_000, 850_000, 64),
     ]
-    own = [*events[:1], Seen("penstock:reduce_scatter", 105_000, 190_000, is_async=True), course("all_reduce", 1, 2, 1)]
-    assert [one.name for one in sampled(own, calls=calls[:1]).operations] == ["all_reduce", "reduce_scatter"]
+    seen = Seen("penstock:reduce_scatter", 105_000, 190_000, is_async=True)
+    own = sampled([*events[:1], seen, course("all_reduce", 150_000, 160_000, 1)], calls=calls[:1]).operations
+    assert [(one.name, one.ended_ns) for one in own] == [("reduce_scatter", 190_000), ("all_reduce", 160_000)]
+    several = [Call("reduce_scatter", "a", 100_000, 110_000, 2, parts=2, bytes=64)]
+    batch = [Seen("c10d::reduce_scatter_tensor_coalesced_", 102_000, 108_000)]
+    batch += [course("all_reduce", 120_000, 150_000, 8), course("all_reduce", 130_000, 170_000, 8)]
+    [one] = sampled(batch, calls=several).operations
+    assert (one.name, one.issued_ns, one.ended_ns, one.bytes) == ("reduce_scatter", 102_000, 170_000, 64)
 
 
 def test_launches_of_a_batch_have_no_course() -> None:

@@ -281,6 +281,25 @@ def test_a_script_that_clears_its_environment_is_recorded(ran: Any) -> None:
     assert job.code == 0 and len(job.record.steps) == 5, job.said
 
 
+def test_a_batch_that_is_waited_for_later_is_a_wait_since_then(ran: Any, tmp_path: pathlib.Path) -> None:
+    """Its `wait` is torch's own code, as that of a blocking function is; the script computes before it."""
+    job = ran(
+        "import time, torch.distributed as dist\n"
+        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
+        "for _ in range(6):\n"
+        "    optimizer.zero_grad(); model(torch.ones(2, 8)).sum().backward()\n"
+        "    with dist._coalescing_manager(async_ops=True) as batch:\n"
+        "        dist.all_reduce(torch.ones(4)); dist.all_reduce(torch.ones(4))\n"
+        "    until = time.monotonic() + 0.005\n"
+        "    while time.monotonic() < until: pass\n"
+        "    print(time.monotonic_ns()); batch.wait(); optimizer.step()\n"
+    )
+    assert job.code == 0, job.said
+    begun = list(map(int, job.output.split()))
+    waits = [wait.start_ns for step in job.record.steps for wait in step.waits]
+    assert len(waits) == len(begun) == 6 and all(a <= b for a, b in zip(begun, waits, strict=True))
+
+
 def test_a_script_that_only_evaluates_is_recorded(ran: Any) -> None:
     """And its forks, which call modules, too, are not."""
     job = ran(

@@ -48,7 +48,8 @@ class Advice:
 
     causes: tuple[Cause, ...] = ()
     predictions: tuple[Prediction, ...] = ()
-    """Those that a step becomes shorter by, by `LEAST_GAIN` and more; of equal ones the first."""
+    """Those that a step becomes shorter by: by `LEAST_GAIN` or more, and by `OF_ERROR` of the stated error; of equal ones the
+    first."""
 
     @property
     def changes(self) -> tuple[Change, ...]:

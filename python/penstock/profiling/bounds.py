@@ -36,7 +36,7 @@ def wire(measures: Measures) -> Iterator[Cause]:
     yield Cause(
         "unknown",
         "wire",
-        f"{ms(cost_ns)} a step are exposed communication, and no counter is at its limit",
+        f"{ms(cost_ns)} a step are exposed communication{', and no counter is at its limit' * bool(links)}",
         "penstock bench all-reduce on the same hosts tells what the network can do",
         cost_ns,
         numbers={"exposed_wire_ms": cost_ns / 1e6, **({} if top is None else _numbers(top))},
@@ -45,11 +45,11 @@ def wire(measures: Measures) -> Iterator[Cause]:
 
 def _repeated_sums(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cause | None:
     """Gradients that are accumulated, and summed in each backward pass for all that."""
-    times = measures.summed_alike()
-    if times < 2:
-        return None
+    times = measures.summed_alike() if measures.has_ddp else 1
     parts = [rank.share.communication.get(SYNC) for rank in measures.ranks]
-    summed_ns = min((part.exposed_wire_ns + part.exposed_wait_ns for part in parts if part is not None), default=0.0)
+    summed_ns = min((part.exposed_ns for part in parts if part is not None), default=0.0)
+    if times < 2 or summed_ns < MOSTLY * cost_ns:
+        return None
     cost_ns = min(cost_ns, summed_ns)
     text = f"the same gradients are summed in {times} backward passes of a step, which takes {ms(cost_ns)}"
     change = (
@@ -117,9 +117,13 @@ def _full_from(link: Link, links: Sequence[Link]) -> float:
     packets wait in it, which they do not where they are lost on their way."""
     known = [_round_trips(other) for other in links]
     stretched = any(median >= QUEUES * least > 0 for median, least in known)
-    queued_us = max((median - least for median, least in known), default=0.0)
-    is_overrun = queued_us >= QUEUED_US or (link.peak_share >= FULL_AT_TIMES and stretched)
-    return CONGESTED if is_overrun and any(other.resent_share >= LOSSY for other in links) else FULL
+    is_queued = any(median - least >= QUEUED_US for median, least in known)
+    is_full_at_times = link.peak_share >= FULL_AT_TIMES
+    if not any(other.resent_share >= LOSSY for other in links):
+        return FULL
+    if is_queued and is_full_at_times:
+        return OVERRUN
+    return CONGESTED if is_queued or (is_full_at_times and stretched) else FULL
 
 
 def _round_trips(link: Link) -> tuple[float, float]:
@@ -200,21 +204,23 @@ def _busy_core(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cau
     text = f"the thread of rank {rank.number} that moves and adds bytes is busy for {busy:.0%} of the time on the wire"
     numbers = {"thread_ms": rank.communication_cpu_ns / 1e6, "wire_ms": measures.wire_ns(rank) / 1e6}
     shares = [link.share for link in links if link.share is not None and link.limit is not None and link.limit.is_known]
-    gain_ns = cost_ns * (1 - max([1 / FOUR_THREADS, *(min(1.0, share / FULL) for share in shares)]))
     change, settings = _more_threads(measures, rank.host)
+    gain: float | None = None
+    if measures.has_free_cores(rank.host):
+        gain = cost_ns * (1 - max([1 / FOUR_THREADS, *(min(1.0, share / FULL) for share in shares)]))
     return Cause(
-        "one core", "wire", text, change, cost_ns, gain_ns, rank.number, rank.host, "", numbers, settings=settings
+        "one core", "wire", text, change, cost_ns, gain, rank.number, rank.host, "", numbers, settings=settings
     )
 
 
 def _more_threads(measures: Measures, host: str) -> tuple[str, dict[str, str]]:
     """More threads that move and add bytes, and as settings, if a host has cores for them; and what else helps."""
-    has_cores = measures.has_free_cores(host)
-    change = "PENSTOCK_IO_THREADS=4" if has_cores else "more cores: ranks compute on all that the host has"
-    change += "; wire=torch.float16 halves the bytes"
+    halves = "wire=torch.float16 halves the bytes"
+    if not measures.has_free_cores(host):
+        return f"{halves}; more threads find no core: the ranks compute on all that the host has", {}
     if not has_settings(measures.backend):
-        return f"init_process_group('penstock'), with {change}", {}
-    return change, dict(MORE_THREADS) if has_cores else {}
+        return f"init_process_group('penstock'), with PENSTOCK_IO_THREADS=4; {halves}", {}
+    return f"PENSTOCK_IO_THREADS=4; {halves}", dict(MORE_THREADS)
 
 
 def _flow_cap(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cause | None:
@@ -335,6 +341,9 @@ REACHED = 0.95
 SPARE = 1.5
 """Times the flows that would fill a link if all were busy all the time: just those reach 85 to 95 % of it."""
 CONGESTED = 0.4
+OVERRUN = 0.25
+"""Where both signs of a queue that overflows are there, which no bad cable shows: 0.37 to 0.47 in trainings with four ranks, whose
+senders also wait for each other."""
 FULL_AT_TIMES = 0.8
 """Of the limit, in the fullest readings: 0.96 where a capped link's queue overflowed, 0.65 where a link lost 2 to 5 %. Short
 steps do not show it."""

@@ -19,7 +19,7 @@ __all__ = ["find"]
 
 def find(records: Sequence[Record], breakdown: Breakdown) -> list[Cause]:
     """The causes that explain `LEAST_SHARE` of the mean step or more, those with the largest gain first, and last of all what the
-    ranks compute, which no setting shortens."""
+    ranks compute, which hardly a setting shortens."""
     measures = Measures(records, breakdown)
     if not measures.ranks or measures.unprofiled_ns <= 0:
         return []

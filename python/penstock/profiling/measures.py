@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from penstock.addresses import split
 from penstock.profiling.breakdown import MEASURING, SYNC, Breakdown, Share
 from penstock.profiling.intervals import overlaps, union, without
+from penstock.profiling.matching import canonical
 from penstock.profiling.phases import marked_waits, phases
 from penstock.profiling.record import Interval, Record
 from penstock.profiling.streams import ends
@@ -148,11 +149,12 @@ class Measures:
         return min((fair for most, fair, _ in known if most > fair), default=0)
 
     def more_threads(self) -> int:
-        """With how many threads each rank could compute if its host's cores were shared out; 0 where that is no more than what
-        ranks have, or unknown of a host."""
+        """With how many threads each rank could compute if its host's cores were shared out; 0 where that is no more than twice
+        what ranks have (two of the system's cores may be one of the processor's), unknown of a host, or ranks use GPUs."""
         known = [self._threads(name) for name in self._named()]
         fair = min((each[1] for each in known if each is not None), default=0)
-        return fair if all(each is not None and each[0] < fair for each in known) else 0
+        is_of_cpu = all(record.header.about.get("device") != "cuda" for record in self._records.values())
+        return fair if is_of_cpu and all(each is not None and 2 * each[0] < fair for each in known) else 0
 
     def has_free_cores(self, host: str) -> bool:
         """Whether a host has cores that ranks do not compute on, as far as that is known."""
@@ -200,8 +202,8 @@ class Measures:
         }
 
     def summed_alike(self) -> int:
-        """In how many backward passes of a sampled step the same gradients are summed, as far as sizes tell; 1 if in one, or if
-        they differ from pass to pass, as those of several models."""
+        """In how many backward passes of a sampled step the same gradients are summed by all_reduce, as far as sizes tell; 1 if
+        in one, or if sizes differ from pass to pass, as those of several models, or are unknown."""
         found = []
         for record in self._records.values():
             steps = {step.number: step for step in record.steps}
@@ -211,10 +213,11 @@ class Measures:
                 sums: dict[int, list[int]] = {}
                 for one in sample.operations:
                     at = bisect.bisect_right(passes, one.issued_ns, key=lambda piece: piece[0]) - 1
-                    if one.purpose == SYNC and at >= 0 and one.issued_ns < passes[at][1]:
+                    is_sum = one.purpose == SYNC and canonical(one.name) == "all_reduce"
+                    if is_sum and at >= 0 and one.issued_ns < passes[at][1]:
                         sums.setdefault(at, []).append(one.bytes)
                 sizes = {tuple(sorted(each)) for each in sums.values()}
-                found.append(len(sums) if len(sizes) == 1 else 1)
+                found.append(len(sums) if len(sizes) == 1 and all(map(all, sizes)) else 1)
         return min(found, default=1)
 
     def disks(self, host: str) -> tuple[str, float]:

@@ -373,7 +373,7 @@ def _host_by_host(told: _Told) -> bool:
         + ("" if seen else ", as fast as memory was converted")
         + (f"; of the link's {_rate(network.link_bytes_s)} penstock uses {REACHED:.0%}" if faster > 1 else ""),
         {"backend": "penstock"} if is_gloo else {"PENSTOCK_ALGORITHM": "hierarchical"},
-        against="flow cap" if faster > 1 else "",
+        against="flow cap" if is_gloo else "",
         # What was not seen may take twice as long.
         unsure=0.0 if seen else by_hosts(model, wire, 2.0) / by_hosts(model, wire) - 1,
     )

@@ -194,7 +194,7 @@ def _profiled(pair: Pair, settings: Mapping[str, str | float], steps: int, timeo
     usual: dict[str, str | float] = {"bucket_cap_mb": pair.bucket_mb}
     if pair.streams:
         usual["PENSTOCK_STREAMS"] = str(pair.streams)
-    if pair.change == "host by host":
+    if pair.change == "host by host" and pair.backend == "penstock":
         usual["PENSTOCK_ALGORITHM"] = "ring"
     if pair.change == "an aggregator":
         bed = [sys.executable, "-m", "penstock.tools.bench.aggregated.through"]

@@ -148,7 +148,7 @@ def _apply(
     """
     best, before_it = advice.to_apply()
     if best is None:
-        _say("no change that --apply can make is known to make a step shorter by 1 %")
+        _say("no change that --apply can make is known to make a step shorter")
     if before_it:
         skipped = "; ".join(
             f"{place}. {each.what} ({each.obstacle or 'no gain is predicted'})" for place, each in before_it
@@ -224,9 +224,7 @@ def _load(folder: Path) -> list[Record]:
     return records
 
 
-def _tell(
-    found: Sequence[Record] | Breakdown, wanted: dict[str, Path | None], link_mbit: float | None
-) -> Advice | None:
+def _tell(found: Sequence[Record] | Breakdown, wanted: dict[str, Path | None], link_mbit: float | None) -> Advice:
     from penstock.profiling import writers
     from penstock.profiling.advice import advise
     from penstock.profiling.breakdown import Breakdown
@@ -249,7 +247,7 @@ def _tell(
         if used and wanted["csv"].is_file():  # beside /dev/stdout is no place for a file
             writers.usage_csv(used, wanted["csv"].with_name(f"{wanted['csv'].stem}-utilisation.csv"))
     if wanted["json"]:
-        writers.json(breakdown, wanted["json"], advice.changes if advice is not None else (), used)
+        writers.json(breakdown, wanted["json"], advice.changes, used)
     if (wanted["perfetto"] or wanted["kineto"]) and not records:
         raise click.ClickException("what was read has sums only, and no moments for a trace")
     if wanted["perfetto"]:

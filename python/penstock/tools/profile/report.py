@@ -205,18 +205,7 @@ def setting(breakdown: Breakdown, shares: Sequence[Share], records: Sequence[Rec
     what = [str(about[key])[:120] for key in ("command", "reader", "backend") if about.get(key)]
     said = f" ({', '.join(what)})" if what else ""
     seen = f", {sampled} of them seen by torch's profiler" if sampled else ""
-    rate = f"; {examples:,.0f} examples a second" if (examples := _examples_per_s(shares, records)) else ""
-    return " ".join(
-        filter(None, [f"{where}{said}; mean of {plural(count, 'step')}{seen}{rate}.", shown.left_out(breakdown)])
-    )
-
-
-def _examples_per_s(shares: Sequence[Share], records: Sequence[Record]) -> float:
-    """Of all ranks together, by what their loaders' batches held; 0 where these do not tell."""
-    of_step = {record.header.rank: [step.examples for step in record.steps] for record in records}
-    held = [sum(found) / len(found) for each in shares if (found := of_step.get(each.rank))]
-    step_ns = sum(each.unprofiled_ns for each in shares) / len(shares)
-    return 1e9 * sum(held) / step_ns if step_ns else 0.0
+    return " ".join(filter(None, [f"{where}{said}; mean of {plural(count, 'step')}{seen}.", shown.left_out(breakdown)]))
 
 
 def cards(shares: Sequence[Share]) -> list[Card]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from penstock.errors import Config
 from penstock.profiling.record import Record
 
-__all__ = ["SAYS", "complaints", "environment", "fresh_folder", "not_made", "run", "started"]
+__all__ = ["SAYS", "complaints", "environment", "fresh_folder", "machine", "not_made", "run", "started"]
 
 CHANGE = "PENSTOCK_PROFILE_CHANGE"
 """A JSON object for `recorder/changes.py`: ``backend``, ``bucket_cap_mb``, ``comm_hook``. Penstock has variables of its own."""
@@ -81,10 +81,10 @@ def _numbered(within: Path) -> Path:
 
 def _name() -> str:
     """Of this process, among those of all hosts."""
-    return f"{_machine()}-{os.getpid()}"
+    return f"{machine()}-{os.getpid()}"
 
 
-def _machine() -> str:
+def machine() -> str:
     """What names of its hosts begin with (`recorder.identity.host`)."""
     return re.sub(r"[^A-Za-z0-9.-]", "-", os.uname().nodename)[:40]
 
@@ -143,6 +143,7 @@ def run(
             with _handing_on(child, numbers, early):
                 code = child.wait()
     except OSError as error:
+        _clear(folder)
         raise Config(
             f"cannot run {command[0]}: {error.strerror}. Name what runs it, too, such as sh or python"
         ) from error
@@ -252,7 +253,7 @@ def _clear(folder: Path) -> None:
     """Take this command's marks away, and of the counters' those of processes that have ended here; others are of other hosts, or
     of another command that still runs."""
     shutil.rmtree(_marks(folder), ignore_errors=True)
-    of_here = re.compile(rf"(?:pid-(\d+)|sampler)-{re.escape(_machine())}-[0-9a-f]+(?:\.log)?")
+    of_here = re.compile(rf"(?:pid-(\d+)|sampler)-{re.escape(machine())}-[0-9a-f]+(?:\.log)?")
     with contextlib.suppress(OSError):
         for path in (folder / SHARED).iterdir():
             named = of_here.fullmatch(path.name)

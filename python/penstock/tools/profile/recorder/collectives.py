@@ -39,7 +39,7 @@ ALIKE = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter", "g
 _MOST = 100_000
 """Calls that are kept of a step."""
 _BLOCKING = "torch.distributed.distributed_c10d"
-"""Whose functions wait for what they have just issued, unless they are asked for its work."""
+"""Whose functions wait for what they have just issued, unless they are asked for its work; but for `_CoalescingManager.wait`."""
 
 
 class Recording(Protocol):
@@ -209,6 +209,8 @@ def _issuing(method: Any, name: str, active: Callable[[], Recording | None]) -> 
         if calls.log is not None:
             known.bytes = _length(args, operation)
             known.is_empty = operation in ALIKE and not known.bytes and _is_empty(args[:2])
+            if operation == "reduce_scatter":
+                known.parts = _parts(group, args, name)
             if name in ("send", "recv"):
                 known.peer, known.tag = _peer(group, args, kwargs), _tag(args, kwargs)
         work = None
@@ -350,7 +352,9 @@ def _patch_wait(kind: type, active: Callable[[], Recording | None]) -> None:
             else:
                 known.waited_ns = end_ns
                 # A blocking function stands in the operation since it began: 0.3 to 0.7 ms of that send the first bytes.
-                is_blocking = calls.last is known and sys._getframe(1).f_globals.get("__name__") == _BLOCKING
+                caller = sys._getframe(1)
+                is_c10d = caller.f_globals.get("__name__") == _BLOCKING and caller.f_code.co_name != "wait"
+                is_blocking = is_c10d and calls.last is known
                 recording.marks.wait(known.start_ns if is_blocking else start_ns, end_ns, known.operation, known.group)
 
     with contextlib.suppress(TypeError):  # not all types of a backend in C can be changed
@@ -432,6 +436,13 @@ def _size(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return 0 if value.layout != torch.strided else value.numel() * value.element_size()
     return sum(map(_size, value)) if isinstance(value, list | tuple) else 0
+
+
+def _parts(group: Any, args: tuple[Any, ...], name: str) -> int:
+    """How many sums a backend without a reduce_scatter of its own makes of one: of a list one for each rank, of several tensors
+    one for each."""
+    of_ranks = group.size() if name == "reduce_scatter" else 1
+    return of_ranks * max(1, len(args[0]) if args and isinstance(args[0], list | tuple) else 1)
 
 
 def _tag(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from penstock.tools.profile.recorder.identity import Identity, make_room
-from penstock.tools.profile.run import PERIOD, PERIOD_MS, SHARED
+from penstock.tools.profile.run import PERIOD_MS, SHARED
 
 __all__ = ["Counters"]
 
@@ -21,6 +21,9 @@ _PATIENCE_S = 5.0
 class Counters:
     """Each rank leaves ``pid-N-HOST`` among the marks (`run.SHARED`). The one that makes ``sampler-HOST`` there starts the
     process, in the ranks' network, when all of the host's are there."""
+
+    period_ms = str(PERIOD_MS)
+    """As the process was given it, before a script could clear its environment."""
 
     def __init__(self, folder: Path, identity: Identity) -> None:
         self._folder = folder
@@ -34,6 +37,7 @@ class Counters:
         if self._since_s is None:
             self._since_s = time.monotonic()
             with contextlib.suppress(OSError):
+                self._marks.mkdir(exist_ok=True)
                 (self._marks / f"pid-{os.getpid()}-{self._identity.host}").touch()
 
     def look(self) -> None:
@@ -76,8 +80,7 @@ class Counters:
 
     def _start(self, pids: list[int]) -> None:
         out = make_room(self._folder / f"host-{self._identity.host}.jsonl")
-        period_ms = os.environ.get(PERIOD, str(PERIOD_MS))
-        options = ["--pids", ",".join(map(str, pids)), "--out", str(out), "--period-ms", period_ms, "--detach"]
+        options = ["--pids", ",".join(map(str, pids)), "--out", str(out), "--period-ms", self.period_ms, "--detach"]
         env = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_PROFILE")}
         log = self._marks / f"sampler-{self._identity.host}.log"
         with open(log, "wb") as errors:

@@ -6,8 +6,6 @@ import contextlib
 import hashlib
 import os
 import platform
-import re
-import socket
 import sys
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 from penstock.profiling.record import Header
 from penstock.texts import harmless
+from penstock.tools.profile.run import machine
 
 __all__ = ["Identity", "host", "make_room"]
 
@@ -88,7 +87,7 @@ def host() -> str:
     except OSError:
         boot = ""
     mark = hashlib.sha256(f"{boot}{network}".encode()).hexdigest()[:6]
-    return f"{re.sub(r'[^A-Za-z0-9.-]', '-', socket.gethostname())[:40]}-{mark}"
+    return f"{machine()}-{mark}"
 
 
 def make_room(path: Path) -> Path:

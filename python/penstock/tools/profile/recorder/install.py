@@ -26,11 +26,12 @@ from typing import Any
 import torch
 
 from penstock.tools.profile.recorder import changes, collectives, profiler
+from penstock.tools.profile.recorder.counters import Counters
 from penstock.tools.profile.recorder.errors import is_of_script
 from penstock.tools.profile.recorder.identity import Identity
 from penstock.tools.profile.recorder.optimizers import Unseen
 from penstock.tools.profile.recorder.recording import MAYBE, PROFILED, Recording
-from penstock.tools.profile.run import MARKS
+from penstock.tools.profile.run import MARKS, PERIOD
 
 __all__ = ["install"]
 
@@ -69,6 +70,7 @@ def install(given: Mapping[str, str]) -> None:
         return
     _state.folder, _state.must_train = Path(given["PENSTOCK_PROFILE"]), given.get(PROFILED) == MAYBE
     _state.marks = Path(given[MARKS]) if MARKS in given else None
+    Counters.period_ms = given.get(PERIOD, Counters.period_ms)
     try:
         if not _state.is_patched:
             _state.is_patched = True

@@ -4,7 +4,7 @@ An operation has two events: its *launch* ``c10d::allreduce_``, short, on the th
 ``gloo:all_reduce`` and ``penstock:all_reduce``, from when the backend took it until it ended. gloo's begins when a thread of
 gloo's takes the operation from its queue, so an operation is issued when its launch begins. Launches and courses of the same name
 are matched in their order. gloo makes some operations of others, whose courses alone it shows: a reduce_scatter is an all_reduce,
-or one for each rank where the input is a list of tensors, and a monitored_barrier sends and receives.
+or one for each rank or tensor of a list, and a monitored_barrier sends and receives.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class Call:
     """When the wait for it ended, if it was waited for."""
     tag: int = 0
     """Of a send or receive."""
+    parts: int = 0
+    """Of a reduce_scatter: how many sums it is to a backend that has none of its own; 0: unknown."""
     is_empty: bool = False
     """No rank has anything in it: backends end it at once, whoever has not come."""
 
@@ -313,7 +315,8 @@ class _Parts:
     def add(self, launch: _Launch, part: _Course, call: Call, found: list[tuple[_Course, Call]]) -> None:
         """A part, to what was found."""
         if not self._left:
-            self._place, self._left = len(found), max(1, call.ranks) if launch.is_of_list else 1
+            unknown = max(1, call.ranks) if launch.is_of_list else 1
+            self._place, self._left = len(found), call.parts or unknown
             found.append((part, call))
         else:
             before, _ = found[self._place]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from penstock.profiling.record import Interval, Span, Step, Wait
 
 __all__ = ["MOST_MARKS", "Marks"]
@@ -11,6 +13,20 @@ MOST_MARKS = 50_000
 
 _LEAST_FORWARD_NS = 100_000
 """Between a mark and a backward pass, in a step without modules. Two backward passes in a row have some us between them."""
+
+
+@dataclass
+class _Evaluation:
+    """Calls of modules between which there is nothing but the loader."""
+
+    start_ns: int
+    end_ns: int
+    with_gradients: bool
+    in_training_mode: bool
+    called_ns: int = 0
+    """In the calls themselves."""
+    has_loaded: bool = False
+    """A batch, between two calls."""
 
 
 class Marks:
@@ -36,15 +52,12 @@ class Marks:
         self._forward: Interval | None = None
         self._has_modules = False
         """Whether one was called in this step, with gradients."""
-        self._evaluation: Interval | None = None
+        self._evaluation: _Evaluation | None = None
         self._between: list[Span] = []
         """Of the loader since the last evaluation."""
-        self._maybe_forward: list[int] = []
-        """Where in the spans there are evaluations that may yet turn out to be forward."""
-        self._evaluates = (False, False)
-        """With gradients; in training mode."""
-        self._has_loaded = False
-        """A batch was loaded between calls of the evaluation."""
+        self._maybe_forward: dict[int, bool] = {}
+        """Where in the spans there are evaluations that may yet turn out to be forward, and whether a batch that is loaded before
+        the backward pass tells that they are not."""
         self._last_ns = now_ns
         """When the last span of the step ended, or the step began."""
 
@@ -52,8 +65,8 @@ class Marks:
 
     def enter(self, phase: str, at_ns: int) -> None:
         if phase == "backward":
-            if self._evaluation is not None and self._may_be_forward:
-                self._forward = (self._evaluation[1], at_ns)
+            if self._evaluation is not None and self._may_be_forward(self._evaluation):
+                self._forward = (self._evaluation.end_ns, at_ns)
                 self._settle_evaluation()
             self._has_modules |= bool(self._maybe_forward)
             if self._forward is not None:
@@ -64,6 +77,8 @@ class Marks:
             self._settle_forward()
         if phase != "loading" and self._evaluation is not None:
             self._settle_evaluation()
+        if phase == "loading" and self._maybe_forward:
+            self._maybe_forward = {index: False for index, is_over in self._maybe_forward.items() if not is_over}
         if phase == "backward" and self._maybe_forward:
             for index in self._maybe_forward:
                 old = self._spans[index]
@@ -106,11 +121,14 @@ class Marks:
     ) -> None:
         """The outermost call of a module without gradients, or in evaluation mode."""
         self._settle_forward()
-        if (with_gradients, in_training_mode) != self._evaluates:
+        here = self._evaluation
+        if here is not None and (with_gradients, in_training_mode) != (here.with_gradients, here.in_training_mode):
             self._settle_evaluation()
-            self._evaluates = with_gradients, in_training_mode
-        self._has_loaded |= bool(self._between)
-        self._evaluation = (start_ns if self._evaluation is None else self._evaluation[0], end_ns)
+        if self._evaluation is None:
+            self._evaluation = _Evaluation(start_ns, end_ns, with_gradients, in_training_mode)
+        self._evaluation.end_ns = end_ns
+        self._evaluation.called_ns += end_ns - start_ns
+        self._evaluation.has_loaded |= bool(self._between)
         self._between.clear()
 
     def wait(self, start_ns: int, end_ns: int, operation: str = "", group: str = "") -> None:
@@ -164,22 +182,24 @@ class Marks:
             self._forward = None
 
     def _settle_evaluation(self) -> None:
-        if self._evaluation is None:
+        here, self._evaluation = self._evaluation, None
+        if here is None:
             return
         index = len(self._spans)
-        self._span("evaluation", *self._evaluation)
-        if self._may_be_forward and index < len(self._spans):  # there was room
-            self._maybe_forward.append(index)
+        self._span("evaluation", here.start_ns, here.end_ns)
+        if self._may_be_forward(here) and index < len(self._spans):  # there was room
+            self._maybe_forward[index] = here.in_training_mode
         for each in self._between:
             self._span(each.phase, each.start_ns, each.end_ns)
-        self._evaluation = None
         self._between = []
-        self._has_loaded = False
 
-    @property
-    def _may_be_forward(self) -> bool:
-        with_gradients, in_training_mode = self._evaluates
-        return not self._has_loaded and not self._between if in_training_mode else with_gradients
+    def _may_be_forward(self, here: _Evaluation) -> bool:
+        """If a backward pass follows in the step. What interrupts calls in training mode is what they are of use for, as a game
+        that a policy plays; and a batch that is loaded after them tells that they were not for this pass."""
+        if not here.in_training_mode:
+            return here.with_gradients
+        is_mostly_calls = 2 * here.called_ns >= here.end_ns - here.start_ns
+        return is_mostly_calls and not here.has_loaded and not self._between
 
     def _span(self, phase: str, start_ns: int, end_ns: int) -> None:
         if self._has_room():

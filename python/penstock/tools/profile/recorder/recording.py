@@ -58,7 +58,7 @@ _SLOT = 32
 """Steps that are recorded or left out together. It is the slot of `sampling.py`, so a sample has the steps beside it."""
 
 _SOME_STEPS = (
-    "steps from {:,} on: half of them are recorded, from {:,} on a quarter, and so on; means are over these alone"
+    "steps from {:,} on: half of them are recorded, from {:,} on a quarter, and so on; means are over what is recorded"
 )
 
 
