@@ -342,8 +342,8 @@ SPARE = 1.5
 """Times the flows that would fill a link if all were busy all the time: just those reach 85 to 95 % of it."""
 CONGESTED = 0.4
 OVERRUN = 0.25
-"""Where both signs of a queue that overflows are there, which no bad cable shows: 0.37 to 0.47 in trainings with four ranks, whose
-senders also wait for each other."""
+"""Where both signs of a queue that overflows are there, which no bad cable shows: 0.37 to 0.47 in trainings with four ranks,
+whose senders also wait for each other."""
 FULL_AT_TIMES = 0.8
 """Of the limit, in the fullest readings: 0.96 where a capped link's queue overflowed, 0.65 where a link lost 2 to 5 %. Short
 steps do not show it."""
