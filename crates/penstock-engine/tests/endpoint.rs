@@ -152,7 +152,7 @@ fn a_server_ends_amid_calls() {
     }
 }
 
-/// Who closes a server twice, as a script's end and its owner may, hears of the end both times.
+/// Who closes a server twice, as a script's end and its owner may, hears of the end both times, and also once it has ended.
 #[test]
 fn a_server_is_closed_twice() {
     for _ in 0..50 {
@@ -161,6 +161,8 @@ fn a_server_is_closed_twice() {
         for ticket in tickets {
             ticket.wait(Some(Duration::from_secs(10))).expect("in time").expect("closed");
         }
+        let once_more = server.close(Duration::from_secs(2));
+        once_more.wait(Some(Duration::from_secs(10))).expect("in time").expect("closed");
     }
 }
 

@@ -164,8 +164,10 @@ impl Server {
     #[must_use]
     pub fn close(&self, grace: Duration) -> Ticket {
         let ticket = Ticket::default();
-        if check_fork().is_err() || self.input.send(Input::Close(grace, ticket.promise())).is_err() {
+        if check_fork().is_err() {
             ticket.complete(Ok(()));
+        } else if let Err(Input::Close(_, promise)) = self.input.send(Input::Close(grace, ticket.promise())) {
+            promise.complete(Ok(())); // it has ended
         }
         ticket
     }
