@@ -528,6 +528,14 @@ def test_ratios_have_the_noise_of_all_their_cells() -> None:
     assert results.ratio([([10.0], [30.0])]) == (3.0, None, 1) and results.ratio([([0.0], [1.0])]) == (0.0, None, 0)
 
 
+def test_bars_of_the_first_screen_can_be_told_apart() -> None:
+    """Cells that differ in their batch alone have it in their labels; shares that are alike are told once."""
+    cells = means.means([outcome(replace(CELL, batch=batch)) for batch in (4, 36)])
+    picture = figures.first(cells)
+    assert len({bar.label for bar in picture.chart.bars}) == 2
+    assert re.fullmatch(r"Ranks stand still for \d+% of a step\.", picture.see)
+
+
 def test_figures_6_and_7_are_of_the_cells_that_they_are_about() -> None:
     """Curves over the batch, data parallel and in a pipeline, end at the largest batch that fits; the most ranks stand beside
     fewer with the same batch on each. The sentence below has the numbers of the picture."""

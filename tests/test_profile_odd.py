@@ -640,8 +640,8 @@ def test_the_rule_that_thins_out_the_steps_of_a_long_run() -> None:
     what a script does every so many steps the same part as of all steps."""
     from penstock.tools.profile.recorder import sampling
 
-    most, slot = recordings._MOST_STEPS, recordings._SLOT
-    assert slot == sampling._SLOT and most % slot == 0
+    most, slot = recordings._MOST_STEPS, sampling.SLOT
+    assert most % slot == 0
     kept = [number for number in range(32 * most) if recordings.is_recorded(number)]
     assert kept[:most] == list(range(most))
     assert kept == [at + each for at in kept if at % slot == 0 for each in range(slot)]
@@ -768,6 +768,7 @@ def test_a_program_that_cannot_run_is_told(tmp_path: pathlib.Path) -> None:
     command = [sys.executable, "-m", "penstock", "profile", "--", "./program"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "cannot run ./program" in done.stderr and "Traceback" not in done.stderr
+    assert not [*tmp_path.glob("penstock-profile-*/.penstock-profile")]
 
 
 def test_a_report_that_cannot_be_written_is_refused_first(tmp_path: pathlib.Path) -> None:

@@ -33,10 +33,11 @@ def wire(measures: Measures) -> Iterator[Cause]:
             yield cause
             return
     top = links[0] if links else None
+    text = f"{ms(cost_ns)} a step are exposed communication"
     yield Cause(
         "unknown",
         "wire",
-        f"{ms(cost_ns)} a step are exposed communication{', and no counter is at its limit' * bool(links)}",
+        text if top is None else f"{text}, and no counter is at its limit",
         "penstock bench all-reduce on the same hosts tells what the network can do",
         cost_ns,
         numbers={"exposed_wire_ms": cost_ns / 1e6, **({} if top is None else _numbers(top))},
@@ -342,8 +343,8 @@ SPARE = 1.5
 """Times the flows that would fill a link if all were busy all the time: just those reach 85 to 95 % of it."""
 CONGESTED = 0.4
 OVERRUN = 0.25
-"""Where both signs of a queue that overflows are there, which no bad cable shows: 0.37 to 0.47 in trainings with four ranks,
-whose senders also wait for each other."""
+"""Where both signs of a queue that overflows are there, which no bad cable shows: 0.43 to 0.47 in trainings with four ranks,
+whose senders also wait for each other; in two of these it was too little for `CONGESTED`."""
 FULL_AT_TIMES = 0.8
 """Of the limit, in the fullest readings: 0.96 where a capped link's queue overflowed, 0.65 where a link lost 2 to 5 %. Short
 steps do not show it."""

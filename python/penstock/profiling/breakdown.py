@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 __all__ = ["EMBEDDING", "MEASURING", "OTHER", "PHASES", "PURPOSES", "SYNC", "Breakdown", "Moving", "Share"]
@@ -92,13 +92,9 @@ class Share:
         return [moving for name, moving in self.communication.items() if self._is_bubble(name)]
 
     @property
-    def without_bubbles(self) -> list[Moving]:
-        """Of other purposes."""
-        return self.without_bubbles_of(self.communication)
-
-    def without_bubbles_of(self, purposes: Container[str]) -> list[Moving]:
-        """The same of these alone."""
-        return [moving for name, moving in self.communication.items() if name in purposes and not self._is_bubble(name)]
+    def without_bubbles(self) -> dict[str, Moving]:
+        """Of purposes whose waits are for somebody who is late, by purpose."""
+        return {name: moving for name, moving in self.communication.items() if not self._is_bubble(name)}
 
     def _is_bubble(self, purpose: str) -> bool:
         is_pipeline = any(name.startswith("pipeline") for name in self.communication)

@@ -38,7 +38,7 @@ def _waits(measures: Measures) -> Iterator[Cause]:
     """Exposed waits for a rank that comes late, and why it does."""
     late: dict[int, float] = {}
     for rank in measures.ranks:
-        for moving in rank.share.without_bubbles:
+        for moving in rank.share.without_bubbles.values():
             waited = sum(moving.waited_for.values())
             if waited <= 0:
                 continue
@@ -52,10 +52,9 @@ def _waits(measures: Measures) -> Iterator[Cause]:
     if count > 1:
         # Where the clocks of hosts are not known well enough to tell waits from wire, this tells still: a rank that all wait for
         # stands still for less than they do, in what all do.
-        common = set.intersection(*(set(rank.share.communication) for rank in measures.ranks))
-        still = {
-            rank.number: sum(one.exposed_ns for one in rank.share.without_bubbles_of(common)) for rank in measures.ranks
-        }
+        of_ranks = {rank.number: rank.share.without_bubbles for rank in measures.ranks}
+        common = set.intersection(*map(set, of_ranks.values()))
+        still = {rank: sum(moving[name].exposed_ns for name in common) for rank, moving in of_ranks.items()}
         least = min(still, key=lambda rank: still[rank])
         others_ns = measures.median(ns for rank, ns in still.items() if rank != least)
         operations = measures.median(rank.operations for rank in measures.ranks)
@@ -220,7 +219,8 @@ def _compute(measures: Measures, compute_ns: float) -> Cause:
     of_python = [phase for phase, (_, operators) in parts.items() if operators < MOSTLY]
     if of_python:
         change = f"{_listed(of_python)}: Python between operators takes most of it: torch.compile, larger batches"
-        change += ", fused=True for the optimizer" * ("optimizer" in of_python)
+        if "optimizer" in of_python:
+            change += ", fused=True for the optimizer"
     more = measures.more_threads()
     settings = {"OMP_NUM_THREADS": str(more)} if more else {}
     if more:

@@ -17,7 +17,7 @@ from penstock.profiling.clocks import WALL_AGREES_NS, Clock, clocks
 from penstock.profiling.intervals import Piece, clipped, overlaps, union, without
 from penstock.profiling.lateness import Beginnings, Key
 from penstock.profiling.matching import by_rank, meetings
-from penstock.profiling.phases import marked_waits, phases
+from penstock.profiling.phases import backward_passes, marked_waits, phases
 from penstock.profiling.record import Record, Sample, Step
 from penstock.profiling.remembered import remembered
 from penstock.profiling.turns import Course, Turns, turns
@@ -103,8 +103,7 @@ def standing(
     if not sample.busy or not moving:
         return []
     busy = [(start, end, None) for start, end in sample.busy]
-    spans = ((span.start_ns, span.end_ns, None) for span in step.spans if span.phase == "backward")
-    backward = union(clipped(spans, step.start_ns, step.end_ns))
+    backward = backward_passes(step)
     ran = {piece for *_, piece, _ in overlaps([(a, b, (a, b, None)) for a, b, _ in backward], busy)}
     idle = without([piece for piece in backward if piece in ran], busy)
     still = union((start, end, None) for start, end, _, _ in overlaps(idle, union(moving)))
@@ -143,9 +142,8 @@ class _Last:
     ) -> list[Piece[None]]:
         """As the function of that name, for a step without a sample."""
         issued = sorted(course.operation.issued_ns for course in courses)
-        spans = ((span.start_ns, span.end_ns, None) for span in step.spans if span.phase == "backward")
         pieces = []
-        for start, end, _ in union(clipped(spans, step.start_ns, step.end_ns)):
+        for start, end, _ in backward_passes(step):
             at = bisect.bisect_left(issued, end) - 1
             if at >= 0 and issued[at] >= start:
                 pieces.append((min(issued[at] + max(0, -self.awake_ns), end), end, None))

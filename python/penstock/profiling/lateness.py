@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from penstock.profiling.breakdown import SYNC
 from penstock.profiling.clocks import Clock
-from penstock.profiling.intervals import union
 from penstock.profiling.matching import Kind, Meeting, kind
-from penstock.profiling.phases import held_up
+from penstock.profiling.phases import backward_passes, held_up
 from penstock.profiling.record import Record
 
 __all__ = ["Beginnings", "Key", "Lateness"]
@@ -144,8 +143,7 @@ class Beginnings:
             step = self._steps[rank].get(number)
             found = self._occurrences[rank, number] = {}
             if step is not None:
-                passes = union((span.start_ns, span.end_ns, None) for span in step.spans if span.phase == "backward")
-                found[None] = [(start, end) for start, end, _ in passes]
+                found[None] = [(start, end) for start, end, _ in backward_passes(step)]
                 for wait in sorted(step.waits, key=lambda wait: wait.start_ns):
                     found.setdefault((wait.operation, wait.group), []).append((wait.start_ns, wait.end_ns))
         return found

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -76,7 +77,7 @@ def by_rank(records: Sequence[Record]) -> tuple[list[Record], list[str]]:
 def meetings(records: Sequence[Record]) -> list[Meeting]:
     """All sampled operations of the ranks (one record each), in no order that means anything. O(operations)."""
     collectives: dict[tuple[int, str, str, int], list[tuple[int, Operation]]] = {}
-    pairs: dict[tuple[int, str, int | None, int | None], dict[int, tuple[list[Operation], list[Operation]]]] = {}
+    pairs: dict[tuple[int, str, int | None, int | None, int], tuple[list[Operation], list[Operation]]] = {}
     groups: dict[str, set[int]] = {}
     for record in records:
         rank = record.header.rank
@@ -86,8 +87,8 @@ def meetings(records: Sequence[Record]) -> list[Meeting]:
                 if found is Kind.SEND or found is Kind.RECEIVE:
                     is_send = found is Kind.SEND
                     ends = (rank, operation.peer) if is_send else (operation.peer, rank)
-                    pair = pairs.setdefault((sample.step, operation.group, *ends), {})
-                    pair.setdefault(operation.tag, ([], []))[0 if is_send else 1].append(operation)
+                    pair = pairs.setdefault((sample.step, operation.group, *ends, operation.tag), ([], []))
+                    pair[0 if is_send else 1].append(operation)
                 else:
                     groups.setdefault(operation.group, set()).add(rank)
                     key = (sample.step, operation.group, operation.name, operation.number)
@@ -97,26 +98,13 @@ def meetings(records: Sequence[Record]) -> list[Meeting]:
         expected = max(part.ranks for _, part in parts) or len(groups[group])
         is_whole = len(parts) == expected == len({rank for rank, _ in parts})
         made.append(Meeting(step, kind(name), tuple(parts), is_whole))
-    for (step, _, sender, receiver), by_tag in pairs.items():
-        for sends, receives in by_tag.values():
-            numbered: dict[int, list[tuple[int | None, Operation]]] = {}
-            for end, operations in ((sender, sends), (receiver, receives)):
-                for number, operation in _numbered(operations, is_one_tag=len(by_tag) == 1):
-                    numbered.setdefault(number, []).append((end, operation))
-            for together in numbered.values():
-                known = [(end, operation) for end, operation in together if end is not None]
-                is_whole = len(known) == 2 and sender is not None and receiver is not None
-                made.append(Meeting(step, Kind.SEND, tuple(known), is_whole))
+    for (step, _, sender, receiver, _), both in pairs.items():
+        # The first that is sent is the first that is received.
+        sends, receives = (sorted(each, key=lambda one: one.issued_ns) for each in both)
+        for send, receive in itertools.zip_longest(sends, receives):
+            known = [(end, one) for end, one in ((sender, send), (receiver, receive)) if end is not None and one]
+            made.append(Meeting(step, Kind.SEND, tuple(known), len(known) == 2))
     return made
-
-
-def _numbered(operations: list[Operation], *, is_one_tag: bool) -> Iterable[tuple[int, Operation]]:
-    """The operations of a pair of ranks in one direction with their numbers. Those of several names (``send`` and ``isend``),
-    which are counted apart, and of several tags, which are counted together, get their number from their order."""
-    numbers = {operation.number: operation for operation in operations}
-    if is_one_tag and len(numbers) == len(operations):
-        return numbers.items()
-    return enumerate(sorted(operations, key=lambda operation: operation.issued_ns))
 
 
 def _fullest_first(record: Record) -> tuple[int, int, int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import ipaddress
 import math
 import re
@@ -14,7 +13,7 @@ from penstock.addresses import split
 from penstock.profiling.breakdown import MEASURING, SYNC, Breakdown, Share
 from penstock.profiling.intervals import overlaps, union, without
 from penstock.profiling.matching import canonical
-from penstock.profiling.phases import marked_waits, phases
+from penstock.profiling.phases import backward_passes, marked_waits, pass_at, phases
 from penstock.profiling.record import Interval, Record
 from penstock.profiling.streams import ends
 from penstock.profiling.utilisation import MEMORY_READ, Host, Limit, hosts, steady
@@ -208,13 +207,11 @@ class Measures:
         for record in self._records.values():
             steps = {step.number: step for step in record.steps}
             for sample in record.samples:
-                spans = steps[sample.step].spans if sample.step in steps else ()
-                passes = union((span.start_ns, span.end_ns, None) for span in spans if span.phase == "backward")
+                passes = backward_passes(steps[sample.step]) if sample.step in steps else []
                 sums: dict[int, list[int]] = {}
                 for one in sample.operations:
-                    at = bisect.bisect_right(passes, one.issued_ns, key=lambda piece: piece[0]) - 1
-                    is_sum = one.purpose == SYNC and canonical(one.name) == "all_reduce"
-                    if is_sum and at >= 0 and one.issued_ns < passes[at][1]:
+                    at = pass_at(passes, one.issued_ns)
+                    if at >= 0 and one.purpose == SYNC and canonical(one.name) == "all_reduce":
                         sums.setdefault(at, []).append(one.bytes)
                 sizes = {tuple(sorted(each)) for each in sums.values()}
                 found.append(len(sums) if len(sizes) == 1 and all(map(all, sizes)) else 1)
@@ -261,7 +258,7 @@ class Measures:
             record.header.host if record is not None else "",
             wire_ns=sum(one.exposed_wire_ns + one.hidden_wire_ns for one in moving),
             exposed_wire_ns=sum(one.exposed_wire_ns for one in moving),
-            exposed_wait_ns=sum(one.exposed_wait_ns for one in share.without_bubbles),
+            exposed_wait_ns=sum(one.exposed_wait_ns for one in share.without_bubbles.values()),
             operations=sum(one.operations for one in moving),
             bytes=sum(one.bytes for one in moving),
             training_queued_ns=queued,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Sequence
+
 from penstock.profiling.breakdown import OTHER, PHASES
 from penstock.profiling.intervals import Piece, clipped, innermost, union, without
 from penstock.profiling.record import Step
 
-__all__ = ["held_up", "marked_waits", "phases"]
+__all__ = ["backward_passes", "held_up", "marked_waits", "pass_at", "phases"]
 
 
 def phases(step: Step) -> list[Piece[str]]:
@@ -44,6 +47,18 @@ def marked_waits(step: Step) -> list[Piece[tuple[str, str]]]:
     named = innermost([wait for wait in waits if wait[2][0]])
     rest = innermost([wait for wait in waits if not wait[2][0]])
     return sorted(named + without(rest, named)) if rest else named
+
+
+def backward_passes(step: Step) -> list[Piece[None]]:
+    """The timeline of a step's backward passes; those within others are part of them."""
+    spans = ((span.start_ns, span.end_ns, None) for span in step.spans if span.phase == "backward")
+    return union(clipped(spans, step.start_ns, step.end_ns))
+
+
+def pass_at(passes: Sequence[Piece[None]], time_ns: int) -> int:
+    """Which of them, from 0 on, goes on at a moment; -1: none."""
+    at = bisect.bisect_right(passes, time_ns, key=lambda piece: piece[0]) - 1
+    return at if at >= 0 and time_ns < passes[at][1] else -1
 
 
 def held_up(step: Step) -> tuple[int, int]:

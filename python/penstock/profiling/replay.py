@@ -27,7 +27,7 @@ from penstock.profiling.clocks import Clock, clocks
 from penstock.profiling.divide import OUTLIER, WARM_UP_STEPS, flight, standing
 from penstock.profiling.intervals import Piece, clipped, overlaps, union
 from penstock.profiling.matching import Kind, Meeting, by_rank, kind, meetings
-from penstock.profiling.phases import marked_waits
+from penstock.profiling.phases import backward_passes, marked_waits, pass_at
 from penstock.profiling.record import Operation, Record, Sample, Step
 from penstock.profiling.turns import turns
 from penstock.runtime.wire import sent_bytes
@@ -186,7 +186,7 @@ def models(records: Sequence[Record], hosts: Mapping[int, str] | None = None) ->
     found = []
     for number in whole:
         here = by_step[number]
-        passes_of = {record.header.rank: _backward(own[number]) for record, own in zip(ranks, steps, strict=True)}
+        passes_of = {rank: backward_passes(own[number]) for rank, own in steps_of.items()}
         moves, move_of = _moves(here, hosts or {}, passes_of)
         acts, starts, lengths, passes = {}, {}, [], {}
         for record, own_samples, own_steps in zip(ranks, samples, steps, strict=True):
@@ -311,11 +311,6 @@ def run(model: Model, takes: Callable[[Move], float]) -> float:
     return statistics.fmean(now[rank] - start for rank, start in model.starts_ns.items())
 
 
-def _backward(step: Step) -> list[Piece[None]]:
-    """The passes of a step."""
-    return union((span.start_ns, span.end_ns, None) for span in step.spans if span.phase == "backward")
-
-
 def _moves(
     met: Iterable[Meeting], hosts: Mapping[int, str], passes_of: Mapping[int, Sequence[Piece[None]]]
 ) -> tuple[tuple[Move, ...], dict[int, dict[int, int]]]:
@@ -332,9 +327,7 @@ def _moves(
         queue = ranks if meeting.kind is Kind.SEND else (min(ranks),) if is_inside else ()
         for rank, one in meeting.parts:
             move_of.setdefault(rank, {})[id(one)] = len(moves)
-        passes, issued_ns = passes_of.get(ranks[0], ()), operation.issued_ns
-        at = bisect.bisect_right(passes, issued_ns, key=lambda piece: piece[0]) - 1
-        in_pass = at if at >= 0 and issued_ns < passes[at][1] else -1
+        in_pass = pass_at(passes_of[ranks[0]], operation.issued_ns)
         of = (operation.name, operation.group, operation.element_bytes, is_inside, in_pass)
         moves.append(Move(ranks, nbytes, purpose, queue, *of))
     return tuple(moves), move_of

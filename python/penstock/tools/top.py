@@ -121,12 +121,14 @@ def render(event: dict[str, Any]) -> RenderableType:
             title=given["title"], title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
         )
         texts = (0, len(given["columns"]) - 1)
+        count = len(given["columns"])
+        rows = [[*row, *[""] * count][:count] for row in given["rows"]]
         # A terminal has no room for columns without anything in them.
-        used = [at for at in range(len(given["columns"])) if any("".join(row[at : at + 1]) for row in given["rows"])]
+        used = [at for at in range(count) if any(row[at] for row in rows)]
         for at in used:
             table.add_column(given["columns"][at], justify="left" if at in texts else "right", overflow="fold")
-        for row in given["rows"]:
-            table.add_row(*(Text("".join(row[at : at + 1])) for at in used))
+        for row in rows:
+            table.add_row(*(Text(row[at]) for at in used))
         parts.append(table)
     parts += [Text(complaint, style="yellow") for complaint in event["complaints"]]
     return Group(*parts)

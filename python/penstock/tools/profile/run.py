@@ -51,14 +51,14 @@ def fresh_folder(given: Path | None) -> Path:
     Raises:
         Config: it cannot be made or written to, or holds a profile.
     """
-    folder = (given or Path()).absolute()
-    if any(folder.glob("rank-*.jsonl")) and given is not None:
+    folder = Path.cwd() if given is None else given.absolute()
+    if given is not None and any(folder.glob("rank-*.jsonl")):
         raise Config(f"{folder} holds a profile already: choose another folder with --output, or remove it")
     try:
         if given is None:
             folder = _numbered(folder)
-        # Commands of several hosts may share it.
-        folder.mkdir(parents=True, exist_ok=True)
+        else:  # which commands of several hosts may share
+            folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f"{SHARED}-{_name()}"
         probe.touch()
         probe.unlink(missing_ok=True)

@@ -208,7 +208,7 @@ def _issuing(method: Any, name: str, active: Callable[[], Recording | None]) -> 
         known = calls.describe(group, operation, recording.phase, recording.marks.is_in("backward"))
         if calls.log is not None:
             known.bytes = _length(args, operation)
-            known.is_empty = operation in ALIKE and not known.bytes and _is_empty(args[:2])
+            known.is_empty = operation in ALIKE and _is_empty(args[:2])
             if operation == "reduce_scatter":
                 known.parts = _parts(group, args, name)
             if name in ("send", "recv"):

@@ -22,13 +22,11 @@ class Counters:
     """Each rank leaves ``pid-N-HOST`` among the marks (`run.SHARED`). The one that makes ``sampler-HOST`` there starts the
     process, in the ranks' network, when all of the host's are there."""
 
-    period_ms = str(PERIOD_MS)
-    """As the process was given it, before a script could clear its environment."""
-
-    def __init__(self, folder: Path, identity: Identity) -> None:
+    def __init__(self, folder: Path, identity: Identity, period_ms: str = str(PERIOD_MS)) -> None:
         self._folder = folder
         self._marks = folder / SHARED
         self._identity = identity
+        self._period_ms = period_ms
         self._since_s: float | None = None
         self._is_done = False
 
@@ -80,7 +78,7 @@ class Counters:
 
     def _start(self, pids: list[int]) -> None:
         out = make_room(self._folder / f"host-{self._identity.host}.jsonl")
-        options = ["--pids", ",".join(map(str, pids)), "--out", str(out), "--period-ms", self.period_ms, "--detach"]
+        options = ["--pids", ",".join(map(str, pids)), "--out", str(out), "--period-ms", self._period_ms, "--detach"]
         env = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_PROFILE")}
         log = self._marks / f"sampler-{self._identity.host}.log"
         with open(log, "wb") as errors:

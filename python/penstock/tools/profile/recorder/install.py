@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
+from penstock.texts import of_exception
 from penstock.tools.profile.recorder import changes, collectives, profiler
-from penstock.tools.profile.recorder.counters import Counters
 from penstock.tools.profile.recorder.errors import is_of_script
 from penstock.tools.profile.recorder.identity import Identity
 from penstock.tools.profile.recorder.optimizers import Unseen
 from penstock.tools.profile.recorder.recording import MAYBE, PROFILED, Recording
-from penstock.tools.profile.run import MARKS, PERIOD
+from penstock.tools.profile.run import MARKS, PERIOD, PERIOD_MS
 
 __all__ = ["install"]
 
@@ -39,12 +39,13 @@ __all__ = ["install"]
 class _State:
     """Of this process."""
 
-    __slots__ = ("folder", "identity", "is_patched", "marks", "must_train", "recording")
+    __slots__ = ("folder", "identity", "is_patched", "marks", "must_train", "period_ms", "recording")
 
     def __init__(self) -> None:
         self.folder: Path | None = None
         self.marks: Path | None = None
         """For the command (`run.MARKS`)."""
+        self.period_ms = str(PERIOD_MS)
         self.identity: Identity | None = None
         """Once the process has joined others."""
         self.must_train = False
@@ -70,7 +71,7 @@ def install(given: Mapping[str, str]) -> None:
         return
     _state.folder, _state.must_train = Path(given["PENSTOCK_PROFILE"]), given.get(PROFILED) == MAYBE
     _state.marks = Path(given[MARKS]) if MARKS in given else None
-    Counters.period_ms = given.get(PERIOD, Counters.period_ms)
+    _state.period_ms = given.get(PERIOD, _state.period_ms)
     try:
         if not _state.is_patched:
             _state.is_patched = True
@@ -135,14 +136,14 @@ def _begun(folder: Path) -> Recording | None:
     with _beginning:  # threads may begin at the same time
         if _state.recording is None:
             try:
-                _state.recording = Recording(folder, _state.identity or Identity())
+                _state.recording = Recording(folder, _state.identity or Identity(), _state.period_ms)
             except Exception as error:  # whatever is wrong here, such as too many threads, the script must run
                 if is_of_script(error):
                     raise
                 _stop()
                 if _state.marks is not None:
                     with contextlib.suppress(OSError):
-                        (_state.marks / f"problem-{os.getpid()}").write_text(f"{type(error).__name__}: {error}")
+                        (_state.marks / f"problem-{os.getpid()}").write_text(of_exception(error))
                 return None
             if multiprocessing.parent_process() is None:
                 atexit.register(_end)

@@ -55,8 +55,8 @@ class Call:
     """When the wait for it ended, if it was waited for."""
     tag: int = 0
     """Of a send or receive."""
-    parts: int = 0
-    """Of a reduce_scatter: how many sums it is to a backend that has none of its own; 0: unknown."""
+    parts: int = 1
+    """Of a reduce_scatter: how many sums it is to a backend that has none of its own."""
     is_empty: bool = False
     """No rank has anything in it: backends end it at once, whoever has not come."""
 
@@ -85,8 +85,6 @@ class _Launch:
     name: str
     start_ns: int
     end_ns: int = 0
-    is_of_list: bool = False
-    """The input is a list of tensors, one for each rank."""
 
 
 class _Course(NamedTuple):
@@ -126,8 +124,7 @@ def sample(events: Iterable[Any], window: Window, clock: Callable[[int], int], t
         elif name.startswith("nccl:"):
             launched.issued(start_ns, _bytes(event), _element(event))
         elif name.startswith("c10d::"):
-            end_ns = start_ns + event.duration_ns()
-            launches.append(_Launch(canonical(name[6:]), start_ns, end_ns, name == "c10d::reduce_scatter_"))
+            launches.append(_Launch(canonical(name[6:]), start_ns, start_ns + event.duration_ns()))
         elif start_ns < window.start_ns:
             continue  # of the step before, which the profiler ran in, too
         elif event.is_async() or name.startswith(_WAITS):
@@ -268,7 +265,7 @@ def _operations(window: Window, launches: list[_Launch], courses: list[_Course])
         ended_ns = min(end_ns, call.waited_ns) if call.waited_ns > issued_ns else end_ns
         operation = _Course(name, issued_ns, ended_ns, length or call.bytes, element)
         if whole is not None:
-            parts.add(whole, operation, call, found)
+            parts.add(operation, call, found)
         else:
             found.append((operation, call))
     # A backend that shows no courses: what Python waited for, from the call to the end of the wait.
@@ -312,11 +309,10 @@ class _Parts:
             return None
         return self._launches[0]
 
-    def add(self, launch: _Launch, part: _Course, call: Call, found: list[tuple[_Course, Call]]) -> None:
+    def add(self, part: _Course, call: Call, found: list[tuple[_Course, Call]]) -> None:
         """A part, to what was found."""
         if not self._left:
-            unknown = max(1, call.ranks) if launch.is_of_list else 1
-            self._place, self._left = len(found), call.parts or unknown
+            self._place, self._left = len(found), call.parts
             found.append((part, call))
         else:
             before, _ = found[self._place]

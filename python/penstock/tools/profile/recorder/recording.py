@@ -28,8 +28,9 @@ from penstock.tools.profile.recorder.iterations import Iterations
 from penstock.tools.profile.recorder.journal import Journal
 from penstock.tools.profile.recorder.marks import MOST_MARKS
 from penstock.tools.profile.recorder.optimizers import Optimizers, is_within
-from penstock.tools.profile.recorder.sampling import Sampling
+from penstock.tools.profile.recorder.sampling import SLOT, Sampling
 from penstock.tools.profile.recorder.writer import Writer
+from penstock.tools.profile.run import PERIOD_MS
 
 __all__ = ["MAYBE", "PROFILED", "Recording", "is_recorded"]
 
@@ -54,9 +55,6 @@ _MOST_EVENTS = 100
 _MOST_STEPS = 1 << 15
 """From this step on only some are recorded. Each takes a reader 5 KB and 0.12 ms a rank: 1.3 GB and 31 s for 8 ranks so far."""
 
-_SLOT = 32
-"""Steps that are recorded or left out together. It is the slot of `sampling.py`, so a sample has the steps beside it."""
-
 _SOME_STEPS = (
     "steps from {:,} on: half of them are recorded, from {:,} on a quarter, and so on; means are over what is recorded"
 )
@@ -65,7 +63,11 @@ _SOME_STEPS = (
 class Recording:
     """What is recorded of this process, which is a rank. Its methods are called on the training thread."""
 
-    def __init__(self, folder: Path, identity: Identity) -> None:
+    def __init__(self, folder: Path, identity: Identity, period_ms: str = str(PERIOD_MS)) -> None:
+        """
+        Args:
+            period_ms: of the host's counters.
+        """
         self.folder = folder
         self.identity = identity
         self.thread = threading.get_ident()
@@ -82,7 +84,7 @@ class Recording:
         self._is_over = False
         self._events: dict[str, int] = {}
         identity.describe(torch)
-        self._counters = Counters(folder, identity)
+        self._counters = Counters(folder, identity, period_ms)
         self.writer = Writer(self._header, self._path, self._beat)
         self._memory = Memory(self.writer.put, self.calls.label)
         self.calls.reductions = self._memory.reductions
@@ -278,6 +280,7 @@ class Recording:
 
 def is_recorded(number: int) -> bool:
     """Whether a rank writes down a step: all of the first `_MOST_STEPS`, and half as many each time that their number doubles.
+    Those of a slot are written or left out together, so a sample has the steps beside it.
 
     The number alone decides, so all ranks keep the same steps. *Why a multiple of the square root of 2?* It spreads the slots
     evenly. Were each second or fourth one kept, what a script does every 1,024 steps would be in all that are kept, or in none.
@@ -285,4 +288,4 @@ def is_recorded(number: int) -> bool:
     if number < _MOST_STEPS:
         return True
     part = (number // _MOST_STEPS).bit_length()  # one of 2 ** part
-    return (number // _SLOT * 0x6A09E667 & 0xFFFFFFFF) >> (32 - part) == 0
+    return (number // SLOT * 0x6A09E667 & 0xFFFFFFFF) >> (32 - part) == 0

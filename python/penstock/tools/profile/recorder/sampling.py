@@ -18,13 +18,13 @@ from penstock.tools.profile.recorder.kineto import Call, Window, sample
 from penstock.tools.profile.recorder.profiler import Profiler, goes_on, is_used_by_script, skip_destructors
 from penstock.tools.profile.recorder.settling import settled
 
-__all__ = ["Sampling"]
+__all__ = ["SLOT", "Sampling"]
 
 EARLY = (4, 9, 15)
 """Steps that are sampled whatever it costs, so that a short run has three samples. What a script does in each second or fourth
 step is not in all of them."""
 
-_SLOT = 32
+SLOT = 32
 """Later there is one sample in so many steps at the most, at another place in each: see `_place`."""
 
 SHARE = 0.01
@@ -75,7 +75,7 @@ class Sampling:
 
     def __init__(self, put: Callable[[Sample | Event], object]) -> None:
         self._put = put
-        self.distance = _SLOT
+        self.distance = SLOT
         self._told = 0
         self._profiler: Profiler | None = None
         self._target = 0
@@ -211,8 +211,8 @@ class Sampling:
         return target if self._is_sample(target) else None
 
     def _is_sample(self, number: int) -> bool:
-        slot, place = divmod(number, _SLOT)
-        is_late = slot > 0 and slot % (self.distance // _SLOT) == 0 and place == _place(slot)
+        slot, place = divmod(number, SLOT)
+        is_late = slot > 0 and slot % (self.distance // SLOT) == 0 and place == _place(slot)
         return is_late or number in EARLY
 
     def _start(self, target: int, calls: Calls) -> None:
@@ -336,4 +336,4 @@ def _distance(costs: Sequence[int], plain: Sequence[int]) -> int:
     """The power of two at which samples cost their share."""
     usual = statistics.median(plain) if plain else 0
     wanted = statistics.median(costs) / (SHARE * usual) if usual else 0
-    return max(_SLOT, 1 << max(0, int(min(wanted, 1 << 40)) - 1).bit_length())
+    return max(SLOT, 1 << max(0, int(min(wanted, 1 << 40)) - 1).bit_length())
