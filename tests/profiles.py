@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from penstock.profiling.breakdown import PHASES
 from penstock.profiling.intervals import union
-from penstock.profiling.record import Ended, Endings, Header, Operation, Record, Sample, Span, Step, Wait
+from penstock.profiling.record import Ended, Endings, Header, Operation, Ran, Record, Sample, Span, Step, Wait, Watch
 
 
 def header(rank: int, world: int, host: str = "a", start_ns: int = 0, wall_ns: int = 0) -> Header:
@@ -35,6 +35,14 @@ def shifted(record: Record, by_ns: int) -> Record:
                 ),
             )
             for line in record.endings
+        ],
+        watches=[
+            Watch(
+                watch.since_ns + by_ns,
+                watch.until_ns + by_ns,
+                tuple(Ran(one.name, one.began_ns + by_ns, one.ended_ns + by_ns) for one in watch.operations),
+            )
+            for watch in record.watches
         ],
     )
 
@@ -220,5 +228,9 @@ def wild(seed: int, most: int | None = None) -> list[Record]:
                 for one in [*shown, *(operation() for _ in range(draw.randrange(3)))]
             ]
             record.endings.append(Endings(interval()[1], draw.choice([0, 0, 1, most]), tuple(ended)))
+        for _ in range(draw.randrange(3)):
+            shown = [one for sample in record.samples for one in sample.operations if draw.randrange(5)]
+            ran = [Ran(one.name, one.issued_ns, one.ended_ns) for one in [*shown, operation()]]
+            record.watches.append(Watch(*interval(), tuple(ran)))
         records.append(record)
     return records

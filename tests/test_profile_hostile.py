@@ -135,13 +135,21 @@ def test_a_second_record_in_a_file_is_left_out(tmp_path: pathlib.Path, joined: s
     assert said.startswith(f"both.jsonl holds a second record from line {whole + 2} on")
 
 
-@pytest.mark.parametrize("name", ["step", "sample", "ended", "readings", "event"])
+@pytest.mark.parametrize("name", ["step", "sample", "ended", "watched", "readings", "event"])
 def test_lines_with_values_of_any_type_are_left_out_and_counted(tmp_path: pathlib.Path, name: str) -> None:
     """Each field of a line in turn is a number, a text, a list, an object and null. What makes no sense is counted, and the lines
     behind it are read."""
     one = profiled.record(0, 1)
     ended = record.Endings(9, 0, (record.Ended("c", 0, "g", "all_reduce", 1, 2),), 5)
-    lines = [one.steps[0], one.samples[0], ended, record.Readings(5, {"a": 1.0}), record.Event(9, "end", "text")]
+    watched = record.Watch(1, 9, (record.Ran("all_reduce", 1, 2),))
+    lines = [
+        one.steps[0],
+        one.samples[0],
+        ended,
+        watched,
+        record.Readings(5, {"a": 1.0}),
+        record.Event(9, "end", "text"),
+    ]
     whole = next(given for each in lines if name in (given := json.loads(record.line(each))))
     strange = (3, "x", [7], {"a": []}, None, True, 1e400)
     given = [json.dumps({**whole, key: value}) + "\n" for key in whole for value in strange]
@@ -149,7 +157,7 @@ def test_lines_with_values_of_any_type_are_left_out_and_counted(tmp_path: pathli
     path.write_text(record.line(one.header) + "".join(given) + "".join(map(record.line, one.steps)))
     [found] = loaded(path)
     assert all(step in found.steps for step in one.steps)
-    kept = [*found.steps, *found.samples, *found.endings, *found.readings, *found.events]
+    kept = [*found.steps, *found.samples, *found.endings, *found.watches, *found.readings, *found.events]
     bad = len(given) + len(one.steps) - len(kept)
     assert bad > len(whole) and found.problems == [f"rank-0.jsonl: {bad} lines make no sense and are left out"]
 
@@ -387,7 +395,9 @@ def test_no_mutation_breaks_a_reader(tmp_path: pathlib.Path, kind: str) -> None:
         "log": LOG.read_text(),
         "newer log": NEWER.format(number=10, head="(min, max)", least="(1.0, ", end=")") * 2,
         "inspector": profiled.inspector_lines(),
-        "ours": "".join(map(record.line, [one.header, *one.steps, *one.samples, *one.endings, *one.readings])),
+        "ours": "".join(
+            map(record.line, [one.header, *one.steps, *one.samples, *one.endings, *one.watches, *one.readings])
+        ),
     }[kind].encode()
     path = tmp_path / "file"
     path.write_bytes(whole)

@@ -24,12 +24,14 @@ __all__ = [
     "Header",
     "Interval",
     "Operation",
+    "Ran",
     "Readings",
     "Record",
     "Sample",
     "Span",
     "Step",
     "Wait",
+    "Watch",
     "line",
     "read",
 ]
@@ -161,6 +163,28 @@ class Endings:
     """None of those that are missing was issued before; 0: that is not known."""
 
 
+class Ran(NamedTuple):
+    """An operation as torch's profiler shows it without its call."""
+
+    name: str
+    """As in `Operation`."""
+    began_ns: int
+    """When its backend took it, which is some time after it was issued."""
+    ended_ns: int
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Operations of backends other than Penstock's, also in steps without a sample: torch's profiler ran there, and recorded no
+    operators."""
+
+    since_ns: int
+    until_ns: int
+    """All that backends took between stand in it."""
+    operations: tuple[Ran, ...]
+    """In the order in which they were taken."""
+
+
 @dataclass(frozen=True)
 class Readings:
     """Counters of the system at one moment. The rates are theirs to compute who read."""
@@ -191,6 +215,7 @@ class Record:
     problems: list[str] = field(default_factory=list)
     """What is wrong with the file, in words for its owner."""
     endings: list[Endings] = field(default_factory=list)
+    watches: list[Watch] = field(default_factory=list)
 
     @property
     def has_ddp(self) -> bool:
@@ -206,7 +231,7 @@ class Record:
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
-def line(what: Header | Step | Sample | Endings | Readings | Event) -> str:
+def line(what: Header | Step | Sample | Endings | Watch | Readings | Event) -> str:
     """What happened as a line of the file, with its end."""
     return _encode(_WRITERS[type(what)](what)) + "\n"
 
@@ -424,6 +449,12 @@ def _endings(given: dict[str, Any]) -> Endings:
     return Endings(_time(given["ended"]), _count(given.get("missing", 0)), operations, _time(given.get("since", 0)))
 
 
+def _watch(given: dict[str, Any]) -> Watch:
+    since, until = given["watched"]
+    operations = tuple(Ran(checked(name), *_ordered(began, ended)) for name, began, ended in given["operations"])
+    return Watch(*_ordered(since, until), operations)
+
+
 def _readings(given: dict[str, Any]) -> Readings:
     values = {checked(name): float(value) for name, value in given["values"].items()}
     if not all(map(math.isfinite, values.values())):
@@ -439,6 +470,7 @@ _READERS: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[Record, Any
     "step": (_step, lambda record, made: record.steps.append(made)),
     "sample": (_sample, lambda record, made: record.samples.append(made)),
     "ended": (_endings, lambda record, made: record.endings.append(made)),
+    "watched": (_watch, lambda record, made: record.watches.append(made)),
     "readings": (_readings, lambda record, made: record.readings.append(made)),
     "event": (_event, lambda record, made: record.events.append(made)),
 }
@@ -477,6 +509,7 @@ _WRITERS: dict[type, Callable[[Any], dict[str, Any]]] = {
         **({"since": endings.since_ns} if endings.since_ns else {}),
         "operations": [one if one.peer is not None else one[:-1] for one in endings.operations],
     },
+    Watch: lambda watch: {"watched": [watch.since_ns, watch.until_ns], "operations": watch.operations},
     Readings: lambda readings: {"readings": readings.time_ns, "values": readings.values},
     Event: lambda event: {"event": event.kind, "time": event.time_ns, "text": event.text},
 }

@@ -1,5 +1,5 @@
-"""Operations of steps without a sample, as Penstock's engine remembers them (docs/design/profile-division.md, "From steps to the
-mean")."""
+"""Operations of steps without a sample, as Penstock's engine remembers them, or as torch's profiler sees those of other backends
+without their calls (docs/design/profile-division.md, "From steps to the mean")."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from penstock.profiling.intervals import union
 from penstock.profiling.matching import Kind, Meeting, canonical, kind
 from penstock.profiling.record import Ended, Operation, Record
 from penstock.profiling.turns import Course, turns
+from penstock.profiling.watched import watched
 
 __all__ = ["remembered"]
 
@@ -73,7 +74,7 @@ def _way(rank: int, operation: Operation) -> tuple[int, int] | None:
 
 @dataclass
 class _Memory:
-    """Of a rank's engine."""
+    """Of a rank's engine, or of its watches."""
 
     steps: dict[int, list[tuple[str, Operation]]]
     """Operations with their channels, by the step in which they were issued."""
@@ -82,21 +83,26 @@ class _Memory:
 
     @classmethod
     def of(cls, record: Record) -> _Memory | None:
-        """None: the engine has told nothing, or its operations are not those of the samples."""
-        if not record.endings or not record.samples:
+        """None: nothing is told, or other operations than those of the samples."""
+        if not record.samples:
             return None
         steps = sorted(record.steps, key=lambda step: step.start_ns)
+        if record.endings:
+            told, untold = [one for line in record.endings for one in line.operations], _untold(record)
+        elif record.watches:
+            told, untold = watched(record, steps)
+        else:
+            return None
         starts = [step.start_ns for step in steps]
         ended: dict[int, list[Ended]] = {}
         others: set[int] = set()
-        for one in (one for line in record.endings for one in line.operations):
+        for one in told:
             at = bisect.bisect_right(starts, one.issued_ns) - 1
             if at >= 0 and one.issued_ns < steps[at].end_ns:
                 if _is_known(one):
                     ended.setdefault(steps[at].number, []).append(one)
                 else:
                     others.add(steps[at].number)
-        untold = _untold(record)
         is_whole = set()
         for step in steps:
             at = bisect.bisect_right(untold, step.start_ns, key=lambda hole: hole[1])

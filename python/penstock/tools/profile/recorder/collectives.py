@@ -57,7 +57,9 @@ class Calls:
         self.log: list[Call] | None = None
         """Those of a sample. None outside."""
         self.in_flight = InFlight()
-        """Of what was issued since `start`."""
+        """Of what was issued while `is_profiled`."""
+        self.is_profiled = False
+        """Whether torch's profiler runs, and sees what is issued."""
         self.hints: list[Call] = []
         """Groups that functional collectives looked up in a sample."""
         self.last: Call | None = None
@@ -86,7 +88,7 @@ class Calls:
         """The work of several calls at once."""
         if self.last is not None:
             self._works[id(work)] = replace(self.last)
-        if self.log is not None:
+        if self.is_profiled:
             self.in_flight.add(work)
 
     def issued(self, call: Call, work: Any) -> None:
@@ -98,7 +100,7 @@ class Calls:
             self._works.clear()
         if work is not None:
             self._works[id(work)] = call
-            if self.log is not None:
+            if self.is_profiled:
                 self.in_flight.add(work)
         if call.operation == "recv" and len(self._receives) < _MOST:
             self._receives.append(call)
@@ -115,14 +117,19 @@ class Calls:
                 call.purpose = f"pipeline {phase} recv"
             self._receives.clear()
 
-    def start(self) -> None:
-        """Keep the calls, for a sample."""
-        self.log, self.hints = [], []
+    def start(self, *, keep: bool) -> None:
+        """The profiler starts.
+
+        Args:
+            keep: the calls, for a sample.
+        """
+        self.is_profiled = True
+        self.log, self.hints = [] if keep else None, []
 
     def stop(self) -> tuple[list[Call], list[Call]]:
         """Calls, and looked up groups."""
         found = self.log or [], self.hints
-        self.log, self.hints = None, []
+        self.log, self.hints, self.is_profiled = None, [], False
         self.in_flight.pause()
         return found
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from penstock.profiling.intervals import Piece
 from penstock.profiling.matching import canonical
-from penstock.profiling.record import Interval, Operation, Sample
+from penstock.profiling.record import Interval, Operation, Ran, Sample
 from penstock.tools.profile.recorder.device import Launches, is_on_device, ran
 
-__all__ = ["MOST_EVENTS", "Call", "Window", "sample"]
+__all__ = ["MOST_EVENTS", "Call", "Window", "sample", "spans", "watched"]
 
 MOST_EVENTS = 100_000
 """Intervals of operators, and operations, that a sample keeps. Lines of a record have 10^7 characters then."""
@@ -29,7 +29,7 @@ MOST_EVENTS = 100_000
 _JOIN_NS = 10_000
 """Operators with less between them count as one interval: a pause counts from 100 us on (docs/design/profile-division.md)."""
 
-_COURSE = re.compile(r"^(?:gloo|penstock|mpi|ucc|xccl):(\w+)$")
+_COURSE = re.compile(r"^(gloo|penstock|mpi|ucc|xccl):(\w+)$")
 _WAITS = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "autograd::engine::evaluate_function")
 """Operators that launch communication, wait for it, or hold others that are seen themselves."""
 
@@ -120,7 +120,7 @@ def sample(events: Iterable[Any], window: Window, clock: Callable[[int], int], t
         course = _COURSE.match(name) if name[:1].islower() else None
         if course is not None:
             end_ns = start_ns + event.duration_ns()
-            courses.append(_Course(canonical(course[1]), start_ns, end_ns, _bytes(event), _element(event)))
+            courses.append(_Course(canonical(course[2]), start_ns, end_ns, _bytes(event), _element(event)))
         elif name.startswith("nccl:"):
             launched.issued(start_ns, _bytes(event), _element(event))
         elif name.startswith("c10d::"):
@@ -153,6 +153,25 @@ def sample(events: Iterable[Any], window: Window, clock: Callable[[int], int], t
         return Sample(window.step, operators.busy(threads), operations, dropped)
     step, worked = on_device
     return Sample(window.step, tuple((start, end) for start, end, _ in worked), operations, dropped, step)
+
+
+def watched(events: Iterable[Any], clock: Callable[[int], int]) -> list[Ran] | None:
+    """Operations of backends, in the order in which they were taken; None if Penstock's engine tells of some."""
+    found = []
+    for event in events:
+        name = event.name()
+        course = _COURSE.match(name) if name[:1].islower() else None
+        if course is not None:
+            if course[1] == "penstock":
+                return None
+            began_ns = clock(event.start_ns())
+            found.append(Ran(canonical(course[2]), began_ns, began_ns + event.duration_ns()))
+    return sorted(found, key=lambda one: one.began_ns)
+
+
+def spans(events: Iterable[Any]) -> int:
+    """How many there are that a profiler without operators would see, too."""
+    return sum(event.scope() == _USER_SCOPE for event in events)
 
 
 class _Operators:

@@ -10,11 +10,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.profiling.record import Endings, Event, Header, Readings, Sample, Step, line
+from penstock.profiling.record import Endings, Event, Header, Readings, Sample, Step, Watch, line
 
 __all__ = ["Writer"]
 
-Entry = Step | Sample | Endings | Event | Readings
+Entry = Step | Sample | Endings | Watch | Event | Readings
 
 _EVERY_S = 0.5
 """A rank that is killed loses no more than this."""

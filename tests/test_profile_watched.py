@@ -1,0 +1,284 @@
+"""Operations of backends that torch's profiler sees without their calls, in steps without a sample: the division is then as if
+those steps had samples too; and where they are not what samples show, as if nobody had watched."""
+
+from __future__ import annotations
+
+import pathlib
+import random
+import sys
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+
+import pytest
+
+import forked
+from penstock.profiling.breakdown import Breakdown, Moving
+from penstock.profiling.clocks import clocks
+from penstock.profiling.divide import divide
+from penstock.profiling.matching import meetings
+from penstock.profiling.record import Ran, Record, Step, Watch, read
+from penstock.profiling.remembered import remembered
+from penstock.tools.profile import run
+from penstock.tools.profile.recorder.sampling import SLOT, Sampling
+from profiles import data_parallel, pipeline, shifted
+
+MS = 1_000_000
+SYNC = "data-parallel sync"
+STEPS, SAMPLED = 40, (4, 9, 15)
+TAKEN_NS = 60_000
+"""After an operation is issued its backend takes it."""
+
+
+def watched(
+    records: list[Record], sampled: Collection[int] = SAMPLED, steps: Iterable[int] = range(STEPS)
+) -> list[Record]:
+    """Records of which all steps were sampled, with few samples, and these steps watched."""
+    return [_watched(record, sampled, steps) for record in records]
+
+
+def _watched(record: Record, sampled: Collection[int], steps: Iterable[int]) -> Record:
+    watches = []
+    for step in (record.steps[number] for number in steps):
+        [operations] = [sample.operations for sample in record.samples if sample.step == step.number]
+        ran = (
+            Ran(one.name, one.issued_ns + TAKEN_NS, max(one.ended_ns, one.issued_ns + TAKEN_NS)) for one in operations
+        )
+        watches.append(Watch(step.start_ns, step.end_ns, tuple(sorted(ran, key=lambda one: one.began_ns))))
+    samples = [sample for sample in record.samples if sample.step in sampled]
+    return replace(record, samples=samples, watches=watches)
+
+
+def unwatched(records: list[Record]) -> Breakdown:
+    return divide([replace(each, watches=[]) for each in records])
+
+
+def job(seed: int, world: int = 2, buckets: int = 0) -> list[Record]:
+    """In each step some ranks begin later, and others wait for them: hidden, then exposed."""
+    draw = random.Random(f"watched {seed}")
+    late = {(rank, step): draw.randrange(40) * MS for rank in range(world) for step in range(STEPS)}
+    return data_parallel(world, STEPS, range(STEPS), evaluation_ns=late, buckets=buckets or draw.randint(2, 4))
+
+
+def parts(moving: Moving) -> list[float]:
+    return [moving.exposed_wire_ns, moving.exposed_wait_ns, moving.hidden_wire_ns, moving.hidden_wait_ns]
+
+
+def agree(one: Breakdown, other: Breakdown, near: float = 1e-6) -> bool:
+    return all(
+        a.work == pytest.approx(b.work, rel=near)
+        and a.communication.keys() == b.communication.keys()
+        and all(
+            parts(a.communication[purpose]) == pytest.approx(parts(b.communication[purpose]), rel=near, abs=1000)
+            for purpose in b.communication
+        )
+        for a, b in zip(one.shares, other.shares, strict=True)
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("world", [2, 3])
+def test_it_is_as_if_watched_steps_had_samples(seed: int, world: int) -> None:
+    records = job(seed, world)
+    found = divide(watched(records))
+    assert found.problems == () and [share.sampled for share in found.shares] == [3] * world
+    assert agree(found, divide(records)) and not agree(unwatched(watched(records)), divide(records), near=0.02)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("stages", "world"), [(2, 2), (3, 3), (4, 2)])
+def test_messages_have_the_peers_of_those_in_their_places(stages: int, world: int, seed: int) -> None:
+    records = pipeline(stages, world, STEPS, random.Random(f"watched stages {seed}"))
+    # Passes take other times in each step, so receives and sends come in another order on some.
+    assert agree(divide(watched(records)), divide(records)) and not agree(
+        unwatched(watched(records)), divide(records), near=0.02
+    )
+
+
+def test_two_hosts_with_clocks_of_their_own() -> None:
+    first, second = data_parallel(2, STEPS, range(STEPS), hosts=("a", "b"), late_ns={1: 7 * MS})
+    both = [first, shifted(second, 10**12)]
+    assert agree(divide(watched(both)), divide(both))
+
+
+def test_steps_that_were_not_watched_are_left_to_the_marks() -> None:
+    """By one rank, or by none."""
+    records = job(1)
+    first, second = watched(records, steps=range(20))[0], watched(records, steps=[*range(10), *range(15, 40)])[1]
+    found = divide([first, second])
+    assert found.problems == ()
+    for share, truly in zip(found.shares, divide(records).shares, strict=True):
+        assert share.work == pytest.approx(truly.work, rel=0.03)
+        assert share.communication[SYNC].exposed_ns == pytest.approx(truly.communication[SYNC].exposed_ns, rel=0.03)
+    assert not agree(found, divide(watched(records)), near=1e-6)
+
+
+def _with_a_barrier(record: Record, step: Step) -> list[Ran]:
+    return [Ran("barrier", step.start_ns + 1000, step.start_ns + 2000)]
+
+
+def _with_a_sum(record: Record, step: Step) -> list[Ran]:
+    return [Ran("all_reduce", step.start_ns + 1000, step.start_ns + 2000)]
+
+
+@pytest.mark.parametrize("more", [_with_a_barrier, _with_a_sum])
+def test_a_step_with_other_operations_than_samples_is_left_to_the_marks(
+    more: Callable[[Record, Step], list[Ran]],
+) -> None:
+    """As where it ends with a checkpoint: which of its sums is whose, nobody knows."""
+    records = job(2)
+    step = 20
+
+    def changed(record: Record) -> Record:
+        watches = list(record.watches)
+        operations = (*more(record, record.steps[step]), *watches[step].operations)
+        watches[step] = replace(watches[step], operations=operations)
+        return replace(record, watches=watches)
+
+    found = divide([changed(each) for each in watched(records)])
+    assert agree(found, divide(watched(records, steps=[at for at in range(STEPS) if at != step])))
+
+
+def test_samples_that_differ_name_nothing() -> None:
+    """Two groups' sums in another order: which is first in a step that nobody sampled?"""
+    records = job(3, buckets=2)
+
+    def of_two(record: Record) -> Record:
+        samples = []
+        for sample in record.samples:
+            first, second = sample.operations
+            swapped = sample.step % 2
+            given = (replace(first, group="b" if swapped else "a"), replace(second, group="a" if swapped else "b"))
+            samples.append(replace(sample, operations=tuple(replace(one, number=0) for one in given)))
+        return replace(record, samples=samples)
+
+    changed = watched([of_two(each) for each in records])
+    assert divide(changed) == unwatched(changed)
+    # Of those with one order all is known.
+    same = watched([of_two(each) for each in records], sampled=(4, 8, 14))
+    found, truly = divide(same), divide(watched(records))
+    assert [one.work for one in found.shares] == [pytest.approx(one.work) for one in truly.shares]
+
+
+def test_nothing_of_what_samples_show_otherwise_is_believed() -> None:
+    """gloo's reduce_scatter is several sums: the samples have it as one."""
+
+    def scattered(record: Record) -> Record:
+        samples = [
+            replace(sample, operations=tuple(replace(one, name="reduce_scatter") for one in sample.operations))
+            for sample in record.samples
+        ]
+        return replace(record, samples=samples)
+
+    changed = [scattered(each) for each in watched(job(4))]
+    assert divide(changed) == unwatched(changed)
+
+
+# -------------------------------------------------------------------------------------------------------- the recorder
+
+
+def test_watches_lie_between_samples() -> None:
+    """Whatever distances ranks find: a profiler has stopped a step before the next one starts, and what a rank watches that does
+    so less often, one that does so more often watches, too."""
+    one = Sampling(lambda entry: None)
+    one._watches = True
+
+    def found(distance: int) -> dict[int, int]:
+        one.watch_distance = distance
+        return {number: last for number in range(9_000) if (last := one._watch_begins(number)) is not None}
+
+    samples = [number for number in range(9_100) if one._is_sample(number)]
+    all_ = found(SLOT)
+    assert sum(last - number for number, last in all_.items()) > 0.8 * 9_000
+    for number, last in all_.items():
+        before = max(each for each in samples if each < number)
+        after = min(each for each in samples if each > number)
+        assert before + 1 == number < last == after - 3
+    for distance in (64, 1024):
+        some = found(distance)
+        assert some.items() < all_.items() and 0 in (number // SLOT for number in some)
+    one._watches = False
+    assert not found(SLOT)
+
+
+HEAD = """
+import os, torch, torch.distributed as dist
+from torch import nn
+from penstock.tools.profile.recorder import sampling
+sampling.SHARE = sampling.WATCH_SHARE = 1000  # steps are short here: all that may be watched
+torch.set_num_threads(1)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = nn.parallel.DistributedDataParallel(nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+def train(steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+
+"""
+
+
+FORKS = """
+child = os.fork()
+if child == 0:
+    nn.Linear(8, 8)(torch.ones(2, 8)).sum().backward()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+PROFILES = """
+with torch.profiler.profile() as own:
+    train(1)
+assert any(one.key == "aten::linear" for one in own.key_averages())
+"""
+
+
+@pytest.mark.parametrize("interruption", ["", FORKS, PROFILES], ids=["nothing", "a fork", "a profiler of the script"])
+def test_a_watch_ends_where_the_script_forks_or_profiles(
+    interruption: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, forks: None
+) -> None:
+    """The script does not notice; later steps are watched again."""
+    monkeypatch.chdir(tmp_path)
+    folder, script = tmp_path / "profile", tmp_path / "script.py"
+    folder.mkdir()
+    script.write_text(f"{HEAD}train(25)\n{interruption}train(175)\ndist.destroy_process_group()\n")
+    assert run.run([sys.executable, str(script)], folder) == 0
+    [record] = [read(path) for path in folder.glob("rank-*.jsonl")]
+    assert not record.problems and record.events[-1].kind == "end"
+    assert not any("failed" in event.text for event in record.events)
+    shown = {sample.step: len(sample.operations) for sample in record.samples}
+    assert sorted(shown)[:3] == [4, 9, 15] and set(shown.values()) == {1}
+    seen = {
+        step.number: sum(
+            step.start_ns <= one.began_ns < step.end_ns for watch in record.watches for one in watch.operations
+        )
+        for step in record.steps
+        if any(watch.since_ns <= step.start_ns and step.end_ns <= watch.until_ns for watch in record.watches)
+    }
+    assert set(seen.values()) == {1} and shown.keys() <= seen.keys()
+    first = set(range(17, 25)) <= seen.keys()
+    assert first == (not interruption) and max(seen) > 190 and len(seen) > 100
+
+
+@pytest.mark.parametrize("backend", ["gloo", "penstock"])
+def test_two_ranks_watch_what_no_engine_tells(
+    backend: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, forks: None
+) -> None:
+    """Of steps between samples the division knows the operations, over either."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    folder, script = tmp_path / "profile", tmp_path / "script.py"
+    folder.mkdir()
+    script.write_text(
+        HEAD.replace('"gloo", store=dist.HashStore(), rank=0, world_size=1', f'"{backend}"')
+        + "train(60)\ndist.destroy_process_group()\n"
+    )
+    assert run.run([*forked.TORCHRUN, "--nproc-per-node=2", str(script)], folder) == 0
+    records = [read(path) for path in sorted(folder.glob("rank-*.jsonl"))]
+    assert [bool(record.watches) for record in records] == [backend == "gloo"] * 2
+    found = remembered(records, meetings(records), clocks(records, meetings(records))[0])
+    for rank, record in enumerate(records):
+        known = found[rank]
+        assert len(known) > 25 and not known.keys() & {sample.step for sample in record.samples}
+        [names] = {tuple(one.operation.name for one in courses) for step, courses in known.items() if step >= 2}
+        assert names == ("all_reduce",)
