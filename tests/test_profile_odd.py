@@ -332,8 +332,8 @@ def test_the_profiler_stops_once_nothing_writes_into_it(odd: Any) -> None:
     processor for long."""
     records, _ = odd(
         "dist.init_process_group('gloo')\n"
-        "from penstock.tools.profile.recorder import sampling\n"
-        "sampling.EARLY = tuple(range(4, 300, 4))\n"
+        "from penstock.tools.profile.recorder import slots\n"
+        "slots.EARLY = tuple(range(4, 300, 4))\n"
         "many = [nn.parallel.DistributedDataParallel(nn.Linear(8, 8), process_group=dist.new_group([0, 1])) for _ in range(6)]\n"
         "optimizer = torch.optim.SGD([p for m in many for p in m.parameters()], lr=0.1)\n"
         "for _ in range(300):\n"
@@ -638,9 +638,9 @@ def test_what_fails_at_the_end_leaves_the_record(monkeypatch: pytest.MonkeyPatch
 def test_the_rule_that_thins_out_the_steps_of_a_long_run() -> None:
     """All of the first steps, then half as many each time that their number doubles; always the whole slot of a sample, and of
     what a script does every so many steps the same part as of all steps."""
-    from penstock.tools.profile.recorder import sampling
+    from penstock.tools.profile.recorder import slots
 
-    most, slot = recordings._MOST_STEPS, sampling.SLOT
+    most, slot = recordings._MOST_STEPS, slots.SLOT
     assert most % slot == 0
     kept = [number for number in range(32 * most) if recordings.is_recorded(number)]
     assert kept[:most] == list(range(most))

@@ -590,7 +590,7 @@ def test_samples_of_a_longer_distance_are_those_of_a_shorter_one_and_hit_no_peri
 
     def samples(distance: int) -> list[int]:
         one = sampling.Sampling(lambda entry: None)
-        one.distance = distance
+        one.distance.steps = distance
         return [number for number in range(32_000) if one._is_sample(number)]
 
     found = {distance: samples(distance) for distance in (32, 64, 256, 1024)}

@@ -19,7 +19,9 @@ from penstock.profiling.matching import meetings
 from penstock.profiling.record import Ran, Record, Step, Watch, read
 from penstock.profiling.remembered import remembered
 from penstock.tools.profile import run
-from penstock.tools.profile.recorder.sampling import SLOT, Sampling
+from penstock.tools.profile.recorder.sampling import Sampling
+from penstock.tools.profile.recorder.slots import SLOT
+from penstock.tools.profile.recorder.watching import Watching
 from profiles import data_parallel, pipeline, shifted
 
 MS = 1_000_000
@@ -179,14 +181,15 @@ def test_nothing_of_what_samples_show_otherwise_is_believed() -> None:
 def test_watches_lie_between_samples() -> None:
     """Whatever distances ranks find: a profiler has stopped a step before the next one starts, and what a rank watches that does
     so less often, one that does so more often watches, too."""
-    one = Sampling(lambda entry: None)
-    one._watches = True
+    one = Watching(lambda entry: None)
+    one._is_wanted = True
 
     def found(distance: int) -> dict[int, int]:
-        one.watch_distance = distance
-        return {number: last for number in range(9_000) if (last := one._watch_begins(number)) is not None}
+        one.distance.steps = distance
+        return {number: last for number in range(9_000) if (last := one.begins(number)) is not None}
 
-    samples = [number for number in range(9_100) if one._is_sample(number)]
+    sampling = Sampling(lambda entry: None)
+    samples = [number for number in range(9_100) if sampling._is_sample(number)]
     all_ = found(SLOT)
     assert sum(last - number for number, last in all_.items()) > 0.8 * 9_000
     for number, last in all_.items():
@@ -196,15 +199,15 @@ def test_watches_lie_between_samples() -> None:
     for distance in (64, 1024):
         some = found(distance)
         assert some.items() < all_.items() and 0 in (number // SLOT for number in some)
-    one._watches = False
+    one._is_wanted = False
     assert not found(SLOT)
 
 
 HEAD = """
 import os, torch, torch.distributed as dist
 from torch import nn
-from penstock.tools.profile.recorder import sampling
-sampling.SHARE = sampling.WATCH_SHARE = 1000  # steps are short here: all that may be watched
+from penstock.tools.profile.recorder import watching
+watching.SHARE = 1000  # steps are short here
 torch.set_num_threads(1)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = nn.parallel.DistributedDataParallel(nn.Linear(64, 64))

@@ -158,8 +158,13 @@ def measure(plan: Planted, *, timeout_s: float) -> list[Outcome]:
         train = [sys.executable, "-m", f"penstock.tools.bench.{script}", json.dumps(asdict(plan)), notes]
         ranks = recorded([*bed, "--", *train], Path(folder), f"seed {plan.seed}")
         noted = [json.loads(Path(notes, f"{rank}.json").read_text()) for rank in range(2)]
+        # The script's step ends before the recorder's hooks, which start and stop the profiler, and the record's after them.
         disturbed = {
-            step.number for each in ranks for step in each.steps if any(span.phase == "profiler" for span in step.spans)
+            number
+            for each in ranks
+            for step in each.steps
+            if any(span.phase == "profiler" for span in step.spans)
+            for number in (step.number - 1, step.number)
         }
         return judged(plan.seed, divide(ranks).shares, [of_rank(noted, rank) for rank in range(2)], disturbed)
 

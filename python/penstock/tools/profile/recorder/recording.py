@@ -28,7 +28,8 @@ from penstock.tools.profile.recorder.iterations import Iterations
 from penstock.tools.profile.recorder.journal import Journal
 from penstock.tools.profile.recorder.marks import MOST_MARKS
 from penstock.tools.profile.recorder.optimizers import Optimizers, is_within
-from penstock.tools.profile.recorder.sampling import SLOT, Sampling
+from penstock.tools.profile.recorder.sampling import Sampling
+from penstock.tools.profile.recorder.slots import SLOT
 from penstock.tools.profile.recorder.writer import Writer
 from penstock.tools.profile.run import PERIOD_MS
 

@@ -1,4 +1,4 @@
-"""Samples: torch's profiler in some steps, the same on all ranks; and watches: in steps between, it sees operations alone."""
+"""Samples: torch's profiler in some steps, the same on all ranks. Between them it runs without operators (`watching.py`)."""
 
 from __future__ import annotations
 
@@ -8,33 +8,26 @@ import dataclasses
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from penstock.profiling.phases import phases
-from penstock.profiling.record import Event, Ran, Sample, Step, Watch
+from penstock.profiling.record import Event, Sample, Step, Watch
+from penstock.tools.profile.recorder import slots
 from penstock.tools.profile.recorder.collectives import Calls
 from penstock.tools.profile.recorder.errors import is_of_script
-from penstock.tools.profile.recorder.kineto import Call, Window, sample, spans, watched
+from penstock.tools.profile.recorder.kineto import Call, Window, sample
 from penstock.tools.profile.recorder.profiler import Profiler, goes_on, is_used_by_script, skip_destructors
 from penstock.tools.profile.recorder.settling import settled
+from penstock.tools.profile.recorder.slots import LEAD, SLOT, Distance
+from penstock.tools.profile.recorder.watching import Watching
 
-__all__ = ["SLOT", "Sampling"]
+__all__ = ["Sampling"]
 
-EARLY = (4, 9, 15)
-"""Steps that are sampled whatever it costs, so that a short run has three samples. What a script does in each second or fourth
-step is not in all of them."""
-
-SLOT = 32
-"""Later there is one sample in so many steps at the most, at another place in each: see `_place`."""
-
-SHARE, WATCH_SHARE = 0.01, 0.005
-"""Of the time that samples may cost, and watches."""
+SHARE = 0.01
+"""Of the time that samples may cost."""
 
 _PROBE = 2
 """A step before the first sample, whose events are counted if it is long."""
-
-_LEAD = 2
-"""Steps for which the profiler runs: the last is the sample, and the first has the profiler's own beginnings."""
 
 _PATIENCE_S, _LATE_PATIENCE_S, _LAST_PATIENCE_S = 0.2, 0.02, 2.0
 """For operations that were issued while the profiler ran: at the end of the sampled step, of later ones, where it must stop."""
@@ -48,19 +41,12 @@ _MOST, _EVENT_BYTES, _MEMORY_SHARE = 2_000_000, 1800, 4
 """Without shapes: 10^6 took 1.75 GB when they had been read. They may take a fourth of the memory that is free."""
 _EVENT_NS = 20_000
 """An event makes a step longer by less. What else makes it longer, as an evaluation, is none of the profiler's."""
-_WATCH_EVENT_NS = 10_000
-"""The same in a watch."""
-_MOST_SPANS = 1_000
-"""A step with more operations and spans of `record_function` is not watched: each takes memory until the watch ends."""
-_MOST_WATCHED, _AT_ONCE = 200_000, 64
-"""Operations that are written of a run, as of the engine's (`engine.py`), and in a line."""
 _PROBED_NS = 300_000_000
 """A step that is shorter has no more than about 150,000 events: 10^6 take 2 s."""
 _WAITS = (
     "an operation of a sampled step did not end, as a receive that nobody sends for, or a send that nobody waits for: there are "
     "no samples until it has"
 )
-_WATCHED = "operations of steps without a sample from here on: a record keeps {:,}"
 _YIELDS = "the script runs torch's profiler itself: there are no samples while it does"
 
 
@@ -73,17 +59,8 @@ class _Over:
     hints: list[Call]
 
 
-@dataclasses.dataclass
-class _Watched:
-    """Steps that were watched."""
-
-    since_ns: int
-    until_ns: int
-
-
 class Sampling:
-    """Decides which steps are samples, and runs the profiler in them; and in those from the sample of a slot to the next, without
-    operators, where only samples would tell which operations there were.
+    """Decides which steps are samples, and runs the profiler in them, and in watches.
 
     The distance between samples is a power of two. Each rank finds its own from what samples cost it. Where ranks differ, the
     rank with the longer distance samples some of the steps of the other, so that nothing need be agreed. So it is with watches.
@@ -91,21 +68,14 @@ class Sampling:
 
     def __init__(self, put: Callable[[Sample | Watch | Event], object]) -> None:
         self._put = put
-        self.distance = self.watch_distance = SLOT
+        self.distance = Distance()
+        self._watching = Watching(put)
         self._told = 0
         self._profiler: Profiler | None = None
         self._target = 0
         """The step that is the sample, or is to be, or the last of a watch: at its end the profiler stops."""
-        self._over: _Over | _Watched | None = None
-        """What is over, while the profiler waits for what is in flight."""
-        self._watches = False
-        """Whether the last sample showed operations of which nothing else tells in other steps."""
-        self._is_watch = False
-        """Whether the profiler that runs sees no operators."""
-        self._since_ns = self._written = 0
-        """When that began; and how many operations of watches are written."""
-        self._costs: collections.deque[int] = collections.deque(maxlen=3)
-        self._watch_costs: collections.deque[int] = collections.deque(maxlen=3)
+        self._over: _Over | None = None
+        """The step that was sampled, while the profiler waits for what is in flight."""
         self._cost = self._longer = 0
         """Of the sample that runs, so far: what was measured, and by how much its steps are longer than usual."""
         self._plain: collections.deque[int] = collections.deque(maxlen=16)
@@ -113,7 +83,7 @@ class Sampling:
         self._is_plain = False
         self._said: set[str] = set()
         self._is_off = False
-        self._lead = _LEAD
+        self._lead = LEAD
         """Steps for which the profiler runs: one, and without shapes, where a step has many events."""
         self._was_probed = False
         self.until_ns = _NEVER
@@ -127,9 +97,8 @@ class Sampling:
         """Whether there is something to do at the end of that step."""
         if self._profiler is not None:
             return self._profiler.is_paused or number >= self._target
-        return not self._is_off and (
-            number == _PROBE - 1 or self._begins(number) is not None or self._watch_begins(number) is not None
-        )
+        begins = number == _PROBE - 1 or self._begins(number) is not None or self._watching.begins(number) is not None
+        return begins and not self._is_off
 
     def step_ended(self, step: Step, calls: Calls) -> None:
         """Start or stop what is due. Whatever is wrong with the profiler, or with us, the training goes on."""
@@ -146,16 +115,15 @@ class Sampling:
                 self._start(_PROBE, calls)
             elif (target := self._begins(step.number)) is not None:
                 self._start(target, calls)
-            elif (target := self._watch_begins(step.number)) is not None:
-                self._since_ns = step.end_ns
-                self._start(target, calls, is_watch=True)
+            elif (target := self._watching.begins(step.number)) is not None:
+                self._start(target, calls, watches_since_ns=step.end_ns)
         except Exception as error:
             self.abandon(calls)
             self._failed(error)
 
     def passed(self, duration_ns: int) -> None:
         """A step of that length has ended."""
-        if self._profiler is not None and not self._profiler.is_paused and not self._is_watch:
+        if self._profiler is not None and not self._profiler.is_paused and not self._watching.is_running:
             usual = statistics.median(self._plain) if self._plain else duration_ns
             self._longer += max(0, round(duration_ns - usual))
         elif self._is_plain:
@@ -164,7 +132,7 @@ class Sampling:
 
     def abandon(self, calls: Calls) -> None:
         """Make nothing of what the profiler has seen. It stops once nothing is in flight, which may be later."""
-        self._over = None
+        self._over, self._watching.is_over = None, False
         try:
             if self._profiler is not None:
                 self._pause(self._profiler, calls)
@@ -189,16 +157,17 @@ class Sampling:
         can stop itself."""
         if self._profiler is None or self._profiler.is_paused:
             return
-        if self._is_watch:
+        if self._watching.is_running:
             self.abandon(calls)
             self._is_plain = False
-            self.watch_distance = min(2 * self.watch_distance, 1 << 40)
+            self._watching.distance.double()
         else:
             self.give_up("the script forked in a sampled step, so that there is no sample of it", calls)
 
     def born(self, calls: Calls) -> None:
         """In a fork, where nothing is in flight."""
         own, self._profiler = self._profiler, None
+        self._watching.is_running = False
         if own is not None:
             calls.in_flight.clear()
             with contextlib.suppress(Exception):
@@ -209,7 +178,7 @@ class Sampling:
         ago, and were not waited for."""
         try:
             if self._profiler is not None:
-                if self._is_watch and not self._profiler.is_paused:
+                if self._watching.is_running and not self._profiler.is_paused:
                     self._watch_ended(self._profiler, time.monotonic_ns(), calls)
                 self._pause(self._profiler, calls)
                 self._finish(calls, _PATIENCE_S, is_last=True)
@@ -230,7 +199,7 @@ class Sampling:
     def give_up(self, why: str, calls: Calls) -> None:
         self.abandon(calls)
         self._is_plain = False
-        self.distance = min(2 * self.distance, 1 << 40)  # it has cost something, and brought nothing
+        self.distance.double()
         self._say(why)
 
     def too_long(self, calls: Calls) -> None:
@@ -243,23 +212,15 @@ class Sampling:
 
     def _begins(self, number: int) -> int | None:
         """The sample for which the profiler starts at the end of that step."""
-        target = number + (1 if self._was_probed and number < EARLY[0] else self._lead)
+        target = number + (1 if self._was_probed and number < slots.EARLY[0] else self._lead)
         return target if self._is_sample(target) else None
 
     def _is_sample(self, number: int) -> bool:
         slot, place = divmod(number, SLOT)
-        is_late = slot > 0 and slot % (self.distance // SLOT) == 0 and place == _place(slot)
-        return is_late or number in EARLY
+        is_late = slot > 0 and self.distance.has(slot) and place == slots.place(slot)
+        return is_late or number in slots.EARLY
 
-    def _watch_begins(self, number: int) -> int | None:
-        """The last step of the watch for which the profiler starts at the end of that step, which is one after the slot's sample.
-        It stops a step before the next sample's profiler starts."""
-        slot, place = divmod(number, SLOT)
-        if not self._watches or place != _sampled(slot) + 1 or slot % (self.watch_distance // SLOT):
-            return None
-        return (slot + 1) * SLOT + _sampled(slot + 1) - _LEAD - 1
-
-    def _start(self, target: int, calls: Calls, *, is_watch: bool = False) -> None:
+    def _start(self, target: int, calls: Calls, *, watches_since_ns: int | None = None) -> None:
         if is_used_by_script():
             self._say(_YIELDS)
             return
@@ -267,20 +228,21 @@ class Sampling:
             self._say("a record_function goes on that began in a sample: there are no samples until it has ended")
             return
         began_ns = time.monotonic_ns()
-        if is_watch:
+        if watches_since_ns is not None:
             self._profiler = Profiler(operators=False)
+            self._watching.started(watches_since_ns)
             self._is_plain = False
         else:
-            self._profiler = Profiler(shapes=target != _PROBE and self._lead == _LEAD)
+            self._profiler = Profiler(shapes=target != _PROBE and self._lead == LEAD)
             usual_ns = round(statistics.median(self._plain)) if self._plain else 0
-            self.until_ns = began_ns + max(_LEAST_NS, _LEAD * _LONG * usual_ns)
-        self._target, self._is_watch = target, is_watch
-        calls.start(keep=not is_watch)
+            self.until_ns = began_ns + max(_LEAST_NS, LEAD * _LONG * usual_ns)
+        self._target = target
+        calls.start(keep=watches_since_ns is None)
         self._cost, self._longer = time.monotonic_ns() - began_ns, 0
 
     def _step_ended(self, profiler: Profiler, step: Step, calls: Calls) -> None:
         """The sampled one, or the last of a watch."""
-        if self._is_watch:
+        if self._watching.is_running:
             self._watch_ended(profiler, step.end_ns, calls)
             self._finish(calls, _LATE_PATIENCE_S)
             return
@@ -294,7 +256,7 @@ class Sampling:
         began_ns = time.monotonic_ns()
         profiler.step_ended()
         calls.stop()
-        self._over = _Watched(self._since_ns, until_ns)
+        self._watching.ended(until_ns)
         self._cost += time.monotonic_ns() - began_ns
 
     def _paused_step(self, profiler: Profiler, calls: Calls) -> None:
@@ -322,30 +284,28 @@ class Sampling:
             return
         profiler, over = self._stop(calls), self._over
         self._over = None
+        if self._watching.is_over:
+            self._watching.is_over = False
+            self._watching.read(profiler, lambda: self._cost + time.monotonic_ns() - began_ns, self._plain)
         if over is None:
-            return
-        if isinstance(over, _Watched):
-            events = self._read_watch(profiler, over)
-            self._watch_costs.append(self._cost + time.monotonic_ns() - began_ns + events * _WATCH_EVENT_NS)
-            self.watch_distance = _distance(self._watch_costs, self._plain, WATCH_SHARE)
             return
         if over.step.number == _PROBE:
             self._count(len(profiler.events()))
             return
         events = self._read(profiler, over, calls)
         self._cost += time.monotonic_ns() - began_ns + min(self._longer, events * _EVENT_NS)
-        self._costs.append(self._cost)
-        self.distance = _distance(self._costs, self._plain, SHARE)
-        if over.step.number >= EARLY[-1] and self.distance != self._told and self._plain:
-            self._told = self.distance
-            cost, usual = statistics.median(self._costs), statistics.median(self._plain)
-            text = f"every {self.distance} steps from here on: a sample costs {cost / 1e6:.1f} ms, a step takes {usual / 1e6:.1f}"
+        cost = self.distance.costs(self._cost, self._plain, SHARE)
+        if over.step.number >= slots.EARLY[-1] and self.distance.steps != self._told and self._plain:
+            self._told = self.distance.steps
+            usual = statistics.median(self._plain)
+            text = f"every {self._told} steps from here on: a sample costs {cost / 1e6:.1f} ms, a step takes {usual / 1e6:.1f}"
             self._put(Event(time.monotonic_ns(), "samples", text))
 
     def _stop(self, calls: Calls) -> Profiler:
         """The profiler that ran."""
         assert self._profiler is not None
         profiler, self._profiler = self._profiler, None
+        self._watching.is_running = False
         calls.in_flight.clear()
         profiler.stop()
         return profiler
@@ -363,34 +323,8 @@ class Sampling:
             known = calls.reducers(), over.hints, calls.default()
             window = Window(step.number, step.start_ns, step.end_ns, log, backward, *known, phases(step))
             self._put(sample(events, window, clock, thread))
-            found = None if profiler.has_device else watched(events, clock)
-            self._watches = bool(found) and self._written < _MOST_WATCHED and spans(events) <= self._lead * _MOST_SPANS
-            if found and self._watches:
-                self._write(step.start_ns, step.end_ns, [one for one in found if one.began_ns >= step.start_ns])
+            self._watching.sampled(profiler, events, clock, step)
         return len(events)
-
-    def _read_watch(self, profiler: Profiler, over: _Watched) -> int:
-        """As `_read`."""
-        events = profiler.events()
-        clock, _ = profiler.clock(events)
-        found = None if clock is None else watched(events, clock)
-        if found is None:
-            self._watches = False
-        else:
-            self._write(over.since_ns, over.until_ns, found)
-        return len(events)
-
-    def _write(self, since_ns: int, until_ns: int, found: Sequence[Ran]) -> None:
-        """All that began between, in lines that each tell of a part of that time: one may be lost."""
-        for at in range(0, max(1, len(found)), _AT_ONCE):
-            some, later = tuple(found[at : at + _AT_ONCE]), found[at + _AT_ONCE : at + _AT_ONCE + 1]
-            end_ns = max(since_ns, later[0].began_ns if later else until_ns)
-            self._put(Watch(since_ns, end_ns, some))
-            since_ns = end_ns
-        self._written += len(found)
-        if self._written >= _MOST_WATCHED:
-            self._watches = False
-            self._put(Event(time.monotonic_ns(), "left out", _WATCHED.format(_MOST_WATCHED)))
 
     def _count(self, events: int) -> None:
         """Before the first sample of long steps: how many events a step has. If it can be sampled in part only, or not at all,
@@ -416,21 +350,3 @@ def _free_bytes() -> int:
             if line.startswith("MemAvailable:"):
                 return (int(line.split()[1]) << 10) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return _NEVER
-
-
-def _sampled(slot: int) -> int:
-    """Where in a slot its sample is, or the last of several, if there is one."""
-    return _place(slot) if slot else EARLY[-1]
-
-
-def _place(slot: int) -> int:
-    """Where in a slot its sample is: from 8 to 23, the same on all ranks, and else by chance. Were it always the same, what a
-    script does in each fourth or 32nd step would be in all samples or in none."""
-    return 8 + ((slot * 0x9E3779B1 & 0xFFFFFFFF) >> 28)
-
-
-def _distance(costs: Sequence[int], plain: Sequence[int], share: float) -> int:
-    """The power of two at which samples, or watches, cost their share."""
-    usual = statistics.median(plain) if plain else 0
-    wanted = statistics.median(costs) / (share * usual) if usual else 0
-    return max(SLOT, 1 << max(0, int(min(wanted, 1 << 40)) - 1).bit_length())
