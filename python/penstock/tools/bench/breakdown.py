@@ -226,7 +226,10 @@ def rows(noted: Sequence[Sequence[Mapping[str, int]]], rank: int) -> list[dict[s
     rows = []
     for at, own in enumerate(noted[rank]):
         issued_ns = [max(step[at][key] for step in noted) for key in ("issued", "beside_issued")]
-        row = {category: float(own.get(category, 0)) for category in (*WORK, "step")} | _moved(own, *issued_ns)
+        # Where this rank stood still when it ended, the other one knows.
+        ended_ns = own.get("beside_ended") or noted[1 - rank][at].get("beside_ended", own["wait_ended"])
+        row = {category: float(own.get(category, 0)) for category in (*WORK, "step")}
+        row |= _moved({**own, "beside_ended": min(ended_ns, own["wait_ended"])}, *issued_ns)
         row["other"] += row["step"] - sum(row[category] for category in (*WORK, *MOVING[:2]))
         rows.append(row)
     return rows

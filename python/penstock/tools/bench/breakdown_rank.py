@@ -20,8 +20,8 @@ from penstock.tools.bench.planted import core_of
 
 Notes = dict[str, int]
 """Of a step, in ns: how long each phase took, by its name; and when the sums of the gradients and of what moves beside were
-issued and had ended, on the machine's monotonic clock: ``issued``, ``ended``, ``beside_issued``, ``beside_ended``; and when the
-step waited for the latter: ``wait_begun``, ``wait_ended``."""
+issued and had ended, on the machine's monotonic clock: ``issued``, ``ended``, ``beside_issued``, and ``beside_ended`` unless the
+thread stood still then; and when the step waited for the latter: ``wait_begun``, ``wait_ended``."""
 
 
 def train(plan: Plan, folder: Path) -> None:
@@ -118,7 +118,8 @@ def train(plan: Plan, folder: Path) -> None:
             note["wait_begun"] = time.monotonic_ns()
             work.wait()  # type: ignore[union-attr]
             note["wait_ended"] = time.monotonic_ns()
-            note["beside_ended"] = beside_sum.ended(note["wait_ended"])
+            if (ended_ns := beside_sum.ended()) is not None:
+                note["beside_ended"] = ended_ns
             with noted("clip"):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             if number % 4 == 3:
@@ -156,9 +157,9 @@ class _Sum:
                 self._work, self._ended_ns = None, (self._looked_ns + now_ns) // 2
             self._looked_ns = now_ns
 
-    def ended(self, wait_ended_ns: int) -> int:
-        """It has been waited for."""
-        found = self._ended_ns if self._work is None else wait_ended_ns
+    def ended(self) -> int | None:
+        """When, now that it has been waited for. None: the thread stood still meanwhile."""
+        found = self._ended_ns if self._work is None else None
         self._work = None
         return found
 
