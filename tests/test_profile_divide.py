@@ -11,7 +11,8 @@ import pytest
 from hypothesis import strategies as st
 
 from penstock.profiling import divide as module
-from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Moving, Share
+from penstock.profiling import turns
+from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, SYNC, Moving, Share
 from penstock.profiling.divide import divide
 from penstock.profiling.intervals import innermost, overlaps, union, without
 from penstock.profiling.phases import marked_waits, phases
@@ -19,7 +20,6 @@ from penstock.profiling.record import Operation, Record, Sample, Span, Step, Wai
 from profiles import data_parallel, header, shifted, wild
 
 MS = 1_000_000
-SYNC = "data-parallel sync"
 
 
 def exposed(share: Share) -> float:
@@ -669,14 +669,17 @@ def slowly(records: list[Record], rank: int) -> tuple[dict[str, float], dict[tup
         state = {}
         for tick in range(step.start_ns, step.end_ns):
             state[tick] = min(
-                (_state(records, operation, number, tick) for operation, number in operations), default=(3, (), "")
+                (_state(records, record, operation, number, tick) for operation, number in operations),
+                default=(3, (), ""),
             )
         in_wait = {tick: any(wait.start_ns <= tick < wait.end_ns for wait in step.waits) for tick in state}
         # A thread in a marked wait waits for what the mark names.
         named = {}
         for start, end, key in marked_waits(step):
             for tick in range(start, end):
-                found = [_state(records, one, at, tick) for one, at in operations if (one.name, one.group) == key]
+                found = [
+                    _state(records, record, one, at, tick) for one, at in operations if (one.name, one.group) == key
+                ]
                 named[tick] = min([each for each in found if each[0] < 3], default=state[tick])
         in_backward = {
             tick: any(span.phase == "backward" and span.start_ns <= tick < span.end_ns for span in step.spans)
@@ -707,6 +710,17 @@ def slowly(records: list[Record], rank: int) -> tuple[dict[str, float], dict[tup
     return work, moved
 
 
+def _whole_pass(record: Record, number: int, span: Span) -> int:
+    """The end of a backward pass with those that begin within it, or where it ends."""
+    end, [step] = span.end_ns, [step for step in record.steps if step.number == number]
+    for _ in step.spans:
+        inner = [
+            each.end_ns for each in step.spans if each.phase == "backward" and span.start_ns <= each.start_ns <= end
+        ]
+        end = max(end, *inner)
+    return min(end, step.end_ns)
+
+
 def around(is_true: dict[int, bool], tick: int) -> range:
     """The ticks around one for which it is true without a gap."""
     first = last = tick
@@ -718,9 +732,9 @@ def around(is_true: dict[int, bool], tick: int) -> range:
 
 
 def _state(
-    records: list[Record], operation: Operation, number: int, tick: int
+    records: list[Record], record: Record, operation: Operation, number: int, tick: int
 ) -> tuple[int, tuple[int, int, str] | tuple[()], str]:
-    """What an operation is at a moment: 0 wire, 1 wait, 2 without partners, 3 nothing; its age; its purpose."""
+    """What an operation of a record is at a moment: 0 wire, 1 wait, 2 without partners, 3 nothing; its age; its purpose."""
     purpose = operation.purpose
     age = (operation.issued_ns, operation.ended_ns, operation.name)
     if not operation.issued_ns <= tick < operation.ended_ns:
@@ -752,6 +766,13 @@ def _state(
     ]
     if len(partners) < operation.ranks:
         return 2, age, purpose
+    # DDP has waited for its sums by the end of the pass.
+    for span in (span for step in record.steps if step.number == number for span in step.spans):
+        is_pass = span.phase == "backward" and purpose == SYNC
+        if is_pass and span.start_ns <= operation.issued_ns < span.end_ns:
+            end = _whole_pass(record, number, span)
+            if end <= tick and operation.ended_ns - end <= turns.NOTED_NS:
+                return 3, (), ""
     return int(tick < max(partners)), age, purpose
 
 
@@ -762,6 +783,7 @@ def test_the_division_agrees_with_an_oracle_that_looks_at_every_tick(
     """On random small jobs the phases, what is exposed and what is hidden are those that a search tick by tick finds."""
     monkeypatch.setattr(module, "GAP_NS", 3)
     monkeypatch.setattr(module, "WAKE_NS", 2)
+    monkeypatch.setattr(turns, "NOTED_NS", 3)
     compared = 0
     for seed in range(first, first + 50):
         records = a_job(seed)

@@ -135,18 +135,20 @@ def test_a_second_record_in_a_file_is_left_out(tmp_path: pathlib.Path, joined: s
     assert said.startswith(f"both.jsonl holds a second record from line {whole + 2} on")
 
 
+WATCH = record.Watch(1, 9, (record.Ran("all_reduce", 1, 2), record.Ran("send", 2, 3)))
+
+
 @pytest.mark.parametrize("name", ["step", "sample", "ended", "watched", "readings", "event"])
 def test_lines_with_values_of_any_type_are_left_out_and_counted(tmp_path: pathlib.Path, name: str) -> None:
     """Each field of a line in turn is a number, a text, a list, an object and null. What makes no sense is counted, and the lines
     behind it are read."""
     one = profiled.record(0, 1)
     ended = record.Endings(9, 0, (record.Ended("c", 0, "g", "all_reduce", 1, 2),), 5)
-    watched = record.Watch(1, 9, (record.Ran("all_reduce", 1, 2),))
     lines = [
         one.steps[0],
         one.samples[0],
         ended,
-        watched,
+        WATCH,
         record.Readings(5, {"a": 1.0}),
         record.Event(9, "end", "text"),
     ]
@@ -395,9 +397,7 @@ def test_no_mutation_breaks_a_reader(tmp_path: pathlib.Path, kind: str) -> None:
         "log": LOG.read_text(),
         "newer log": NEWER.format(number=10, head="(min, max)", least="(1.0, ", end=")") * 2,
         "inspector": profiled.inspector_lines(),
-        "ours": "".join(
-            map(record.line, [one.header, *one.steps, *one.samples, *one.endings, *one.watches, *one.readings])
-        ),
+        "ours": "".join(map(record.line, [one.header, *one.steps, *one.samples, *one.endings, WATCH, *one.readings])),
     }[kind].encode()
     path = tmp_path / "file"
     path.write_bytes(whole)

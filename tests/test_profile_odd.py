@@ -479,7 +479,7 @@ def test_an_operation_that_never_ends(odd: Any) -> None:
         ranks=2,
     )
     assert len(record.steps) == 300 and not record.samples
-    assert "an operation of a sampled step did not end" in said
+    assert "an operation that began while torch's profiler ran did not end" in said
     waited = [span for step in record.steps for span in step.spans if span.phase == "profiler" and step.number > 5]
     assert sum(span.end_ns - span.start_ns for span in waited) < 1_000_000_000
 

@@ -3,11 +3,14 @@ those steps had samples too; and where they are not what samples show, as if nob
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import pathlib
 import random
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,7 +19,7 @@ from penstock.profiling.breakdown import Breakdown, Moving
 from penstock.profiling.clocks import clocks
 from penstock.profiling.divide import divide
 from penstock.profiling.matching import meetings
-from penstock.profiling.record import Ran, Record, Step, Watch, read
+from penstock.profiling.record import Operation, Ran, Record, Step, Watch, read
 from penstock.profiling.remembered import remembered
 from penstock.tools.profile import run
 from penstock.tools.profile.recorder.sampling import Sampling
@@ -42,12 +45,24 @@ def _watched(record: Record, sampled: Collection[int], steps: Iterable[int]) -> 
     watches = []
     for step in (record.steps[number] for number in steps):
         [operations] = [sample.operations for sample in record.samples if sample.step == step.number]
-        ran = (
-            Ran(one.name, one.issued_ns + TAKEN_NS, max(one.ended_ns, one.issued_ns + TAKEN_NS)) for one in operations
-        )
-        watches.append(Watch(step.start_ns, step.end_ns, tuple(sorted(ran, key=lambda one: one.began_ns))))
+        watches.append(Watch(step.start_ns, step.end_ns, tuple(taken(operations))))
     samples = [sample for sample in record.samples if sample.step in sampled]
     return replace(record, samples=samples, watches=watches)
+
+
+def taken(operations: Iterable[Operation]) -> list[Ran]:
+    """What a group's two threads take of these, in the order of their issue; messages take no thread."""
+    busy: dict[str, list[int]] = {}
+    found = []
+    for one in sorted(operations, key=lambda one: one.issued_ns):
+        ends = busy.setdefault(one.group, [])
+        began_ns = one.issued_ns + TAKEN_NS
+        if one.peer is None:
+            if len(ends) == 2:
+                began_ns = max(began_ns, heapq.heappop(ends) + 20_000)
+            heapq.heappush(ends, one.ended_ns)
+        found.append(Ran(one.name, began_ns, max(one.ended_ns, began_ns)))
+    return sorted(found, key=lambda one: one.began_ns)
 
 
 def unwatched(records: list[Record]) -> Breakdown:
@@ -84,6 +99,54 @@ def test_it_is_as_if_watched_steps_had_samples(seed: int, world: int) -> None:
     found = divide(watched(records))
     assert found.problems == () and [share.sampled for share in found.shares] == [3] * world
     assert agree(found, divide(records)) and not agree(unwatched(watched(records)), divide(records), near=0.02)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("wire_ms", [12, 25, 60])
+@pytest.mark.parametrize("late_ms", [7, 29])
+def test_operations_that_queue_were_issued_earlier(late_ms: int, wire_ms: int, seed: int) -> None:
+    """Many of DDP's buckets are in flight, and gloo has two threads. When each was issued is told by those of samples."""
+    draw = random.Random(f"queues {seed}")
+    late = {(rank, step): draw.randrange(late_ms * MS) for rank in range(2) for step in range(STEPS)}
+    records = data_parallel(2, STEPS, range(STEPS), evaluation_ns=late, buckets=4, wire_ns=wire_ms * MS)
+    assert agree(divide(watched(records)), divide(records), near=0.003)
+
+
+def test_sums_of_two_groups_that_queue_are_left_to_the_marks() -> None:
+    """Each group has threads of its own: the last one's only sum is taken before the first one's third."""
+
+    def of_two(record: Record) -> Record:
+        samples = []
+        for sample in record.samples:
+            groups = ["a", "a", "a", "b"]
+            operations = (
+                replace(one, group=group, number=one.number if group == "a" else 0)
+                for one, group in zip(sample.operations, groups, strict=True)
+            )
+            samples.append(replace(sample, operations=tuple(operations)))
+        return replace(record, samples=samples)
+
+    changed = watched([of_two(each) for each in data_parallel(2, STEPS, range(STEPS), buckets=4, wire_ns=40 * MS)])
+    assert divide(changed) == unwatched(changed)
+
+
+def test_an_operation_that_is_taken_in_the_next_step_is_not_that_ones() -> None:
+    """Each step's last one is: there are as many in a step, and they are others."""
+
+    def shifted_by_one(record: Record) -> Record:
+        late = []
+        for before, watch, step in zip([None, *record.watches], record.watches, record.steps, strict=False):
+            [*first, _] = watch.operations
+            last = (
+                []
+                if before is None
+                else [before.operations[-1]._replace(began_ns=step.start_ns, ended_ns=step.start_ns + MS)]
+            )
+            late.append(replace(watch, operations=(*last, *first)))
+        return replace(record, watches=late)
+
+    changed = [shifted_by_one(each) for each in watched(job(6))]
+    assert divide(changed) == unwatched(changed)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -158,7 +221,7 @@ def test_samples_that_differ_name_nothing() -> None:
     # Of those with one order all is known.
     same = watched([of_two(each) for each in records], sampled=(4, 8, 14))
     found, truly = divide(same), divide(watched(records))
-    assert [one.work for one in found.shares] == [pytest.approx(one.work) for one in truly.shares]
+    assert [one.work for one in found.shares] == [pytest.approx(one.work, rel=1e-3) for one in truly.shares]
 
 
 def test_nothing_of_what_samples_show_otherwise_is_believed() -> None:
@@ -191,11 +254,11 @@ def test_watches_lie_between_samples() -> None:
     sampling = Sampling(lambda entry: None)
     samples = [number for number in range(9_100) if sampling._is_sample(number)]
     all_ = found(SLOT)
-    assert sum(last - number for number, last in all_.items()) > 0.8 * 9_000
+    assert sum(last - number for number, last in all_.items()) > 0.75 * 9_000
     for number, last in all_.items():
         before = max(each for each in samples if each < number)
         after = min(each for each in samples if each > number)
-        assert before + 1 == number < last == after - 3
+        assert before + 1 == number < last == after - 6
     for distance in (64, 1024):
         some = found(distance)
         assert some.items() < all_.items() and 0 in (number // SLOT for number in some)
@@ -204,7 +267,7 @@ def test_watches_lie_between_samples() -> None:
 
 
 HEAD = """
-import os, torch, torch.distributed as dist
+import os, time, torch, torch.distributed as dist
 from torch import nn
 from penstock.tools.profile.recorder import watching
 watching.SHARE = 1000  # steps are short here
@@ -236,16 +299,22 @@ assert any(one.key == "aten::linear" for one in own.key_averages())
 """
 
 
-@pytest.mark.parametrize("interruption", ["", FORKS, PROFILES], ids=["nothing", "a fork", "a profiler of the script"])
+SPAN = """
+torch.autograd.profiler.record_function("the rest").__enter__()
+"""
+
+
+@pytest.mark.parametrize(
+    "interruption",
+    ["", FORKS, PROFILES, SPAN],
+    ids=["nothing", "a fork", "a profiler of the script", "a span that never ends"],
+)
 def test_a_watch_ends_where_the_script_forks_or_profiles(
     interruption: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, forks: None
 ) -> None:
-    """The script does not notice; later steps are watched again."""
-    monkeypatch.chdir(tmp_path)
-    folder, script = tmp_path / "profile", tmp_path / "script.py"
-    folder.mkdir()
-    script.write_text(f"{HEAD}train(25)\n{interruption}train(175)\ndist.destroy_process_group()\n")
-    assert run.run([sys.executable, str(script)], folder) == 0
+    """The script does not notice; what was watched counts, and later steps are watched again."""
+    text = f"train(25)\n{interruption}train(175)\ndist.destroy_process_group()\n"
+    folder = _ended(tmp_path, monkeypatch, text, 0)
     [record] = [read(path) for path in folder.glob("rank-*.jsonl")]
     assert not record.problems and record.events[-1].kind == "end"
     assert not any("failed" in event.text for event in record.events)
@@ -259,8 +328,65 @@ def test_a_watch_ends_where_the_script_forks_or_profiles(
         if any(watch.since_ns <= step.start_ns and step.end_ns <= watch.until_ns for watch in record.watches)
     }
     assert set(seen.values()) == {1} and shown.keys() <= seen.keys()
-    first = set(range(17, 25)) <= seen.keys()
-    assert first == (not interruption) and max(seen) > 190 and len(seen) > 100
+    assert set(range(17, 25)) <= seen.keys() and max(seen) > 190 and len(seen) > 120
+
+
+def test_a_watch_ends_where_steps_do(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, forks: None) -> None:
+    """The script serves its model for a second, with an operation each time: these would fill the memory."""
+    text = "train(25)\nends = time.monotonic() + 1\nwhile time.monotonic() < ends:\n    dist.barrier()\n"
+    folder = _ended(tmp_path, monkeypatch, text, 0)
+    [record] = [read(path) for path in folder.glob("rank-*.jsonl")]
+    assert not record.problems and record.events[-1].kind == "end"
+    assert 0.1e9 < record.watches[-1].until_ns - record.steps[-1].end_ns < 0.7e9
+    assert record.events[-1].time_ns - record.steps[-1].end_ns > 0.9e9
+
+
+@pytest.mark.parametrize("is_caught", [False, True])
+def test_a_backward_pass_that_fails_while_it_is_watched(
+    is_caught: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, forks: None
+) -> None:
+    """What DDP has launched in it may go on, and then nobody may stop the profiler: the script's exit code is its own."""
+    fails = "hook = next(model.parameters()).register_hook(lambda gradient: 1 / 0)\n"
+    tries = "try:\n    train(1)\nexcept ZeroDivisionError:\n    print('failed')\nhook.remove()\n"
+    text = f"train(20)\n{fails}{tries if is_caught else 'train(1)'}"
+    folder = _ended(tmp_path, monkeypatch, text, 0 if is_caught else 1)
+    [record] = [read(path) for path in folder.glob("rank-*.jsonl")]
+    assert not record.problems and len(record.steps) >= 20 and record.events[-1].kind == "end"
+    assert any("did not end" in event.text for event in record.events)
+
+
+def test_a_training_in_a_thread_that_has_ended_is_no_failure(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, forks: None
+) -> None:
+    """Only the thread that has started torch's profiler can stop it."""
+    text = "import threading\none = threading.Thread(target=train, args=(20,))\none.start()\none.join()\n"
+    folder = _ended(tmp_path, monkeypatch, text, 0)
+    [record] = [read(path) for path in folder.glob("rank-*.jsonl")]
+    assert len(record.steps) == 20 and not [event for event in record.events if event.kind in ("profiler", "exception")]
+
+
+def _ended(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, text: str, code: int) -> pathlib.Path:
+    """Where a script was recorded that ends with this code."""
+    monkeypatch.chdir(folder)
+    output, script = folder / "profile", folder / "script.py"
+    output.mkdir()
+    script.write_text(f"{HEAD}{text}")
+    assert run.run([sys.executable, str(script)], output) == code
+    return output
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_line_that_is_lost_is_a_hole(seed: int) -> None:
+    """A watch is written in several lines: each tells of the time that is its own."""
+    draw = random.Random(f"lines {seed}")
+    lines: list[Any] = []
+    writing = Watching(lambda line: lines.append(line) if draw.random() < 0.7 else None)
+    ran = [Ran("all_reduce", at, at + 50) for at in sorted(draw.sample(range(2_000), draw.randrange(400)))]
+    writing._write(100, 1_900, ran)
+    for line in lines:
+        assert line.operations == tuple(one for one in ran if line.since_ns <= one.began_ns < line.until_ns)
+    assert all(a.until_ns <= b.since_ns for a, b in itertools.pairwise(lines))
+    assert not lines or (lines[0].since_ns >= 100 and lines[-1].until_ns <= 1_900)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "penstock"])

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.profiling.breakdown import OTHER, PURPOSES
+from penstock.profiling.breakdown import OTHER, PURPOSES, SYNC
 from penstock.profiling.clocks import Clock
 from penstock.profiling.matching import Kind, Meeting
-from penstock.profiling.phases import held_up
-from penstock.profiling.record import Operation, Record
+from penstock.profiling.phases import backward_passes, held_up, pass_at
+from penstock.profiling.record import Operation, Record, Step
 
 __all__ = ["Course", "Turns", "turns"]
 
@@ -63,6 +63,7 @@ def turns(records: Sequence[Record], met: Iterable[Meeting], clock_of: Mapping[s
     clock = {record.header.rank: clock_of[record.header.host] for record in records}
     unsure = {rank: each.precision_ns for rank, each in clock.items()}
     only_one_host = len(clock_of) == 1
+    recorded = {(record.header.rank, step.number): step for record in records for step in record.steps}
     held = {
         (record.header.rank, step.number): held_up(step)
         for record in records
@@ -119,6 +120,7 @@ def turns(records: Sequence[Record], met: Iterable[Meeting], clock_of: Mapping[s
                     last = max(here, key=usual.__getitem__)
             sure = unsure[rank] + unsure[parts[last][0]] if meeting.kind is Kind.ALL else None
             _judge(found, rank, meeting.step, operation, wait, without, parts[last][0], sure)
+            _end_with_pass(found, rank, meeting.step, recorded.get((rank, meeting.step)))
     for steps in found.courses.values():
         for courses in steps.values():
             courses.sort(
@@ -150,9 +152,26 @@ def _judge(
     _add(found, rank, step, Course(operation, operation.issued_ns + wait_ns, whom, True, profiler_ns))
 
 
+def _end_with_pass(found: Turns, rank: int, number: int, step: Step | None) -> None:
+    """DDP has waited for its sums when a backward pass ends. A backend's thread may note the end of one later: it first runs what
+    a hook of the script makes of the result, and then waits for the interpreter's lock."""
+    course = found.courses[rank][number][-1]
+    operation = course.operation
+    if step is None or operation.purpose != SYNC or not course.is_known:
+        return
+    passes = backward_passes(step)
+    which = pass_at(passes, operation.issued_ns)
+    if which >= 0 and 0 < operation.ended_ns - passes[which][1] <= NOTED_NS:
+        end_ns = passes[which][1]
+        at_most = course._replace(turn_ns=min(course.turn_ns, end_ns), longest_ns=end_ns - operation.issued_ns)
+        found.courses[rank][number][-1] = at_most
+
+
 def _add(found: Turns, rank: int, step: int, course: Course) -> None:
     found.courses.setdefault(rank, {}).setdefault(step, []).append(course)
 
 
+NOTED_NS = 5_000_000
+"""For so long another of Python's threads keeps the lock."""
 GRAIN_NS = 10_000
 """torch's profiler writes microseconds, and its clock is converted."""

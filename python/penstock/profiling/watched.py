@@ -1,16 +1,28 @@
-"""Operations of watched steps (`record.Watch`), named as samples show them."""
+"""Operations of watched steps (`record.Watch`), named as samples show them, and since when they were issued."""
 
 from __future__ import annotations
 
 import bisect
 import collections
-from collections.abc import Sequence
+import heapq
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from penstock.profiling.intervals import union
 from penstock.profiling.matching import canonical
-from penstock.profiling.record import Ended, Operation, Ran, Record, Step
+from penstock.profiling.phases import backward_passes, pass_at
+from penstock.profiling.record import Ended, Operation, Ran, Record, Sample, Step
 
 __all__ = ["watched"]
+
+_THREADS = 2
+"""Of a group of gloo's: the third operation in flight waits in a queue until one has ended."""
+_TAKES_NS = 500_000
+"""Later a thread is free, and what it takes then has not waited for it."""
+_GRAIN_NS = 10_000
+_STEPS = 1 << 24
+"""Operations of a step have numbers from its own times this on."""
 
 _Counts = frozenset[tuple[str, int]]
 """How many operations of each name a step has."""
@@ -20,7 +32,7 @@ def watched(record: Record, steps: Sequence[Step]) -> tuple[list[Ended], list[tu
     """What a rank's watches tell, as Penstock's engine would. O(n log n).
 
     An operation is shown by name alone. Its group is that of the one in its place of a sample with as many operations of each
-    name. Where such samples differ, or there is none, the operations of a step have no name either.
+    name. Where such samples differ, there is none, or the order may be another one, the operations of a step have no name either.
 
     Args:
         steps: of the record, by their times.
@@ -33,47 +45,147 @@ def watched(record: Record, steps: Sequence[Step]) -> tuple[list[Ended], list[tu
     for one in (one for watch in record.watches for one in watch.operations):
         at = bisect.bisect_right(starts, one.began_ns) - 1
         if at >= 0 and one.began_ns < steps[at].end_ns:
-            found.setdefault(steps[at].number, []).append(one)
-    shown: dict[_Counts, dict[str, list[Operation]] | None] = {}
-    for sample in record.samples:
-        names: dict[str, list[Operation]] = {}
-        for operation in sorted(sample.operations, key=lambda each: each.issued_ns):
-            names.setdefault(canonical(operation.name), []).append(operation)
-        counts = frozenset((name, len(each)) for name, each in names.items())
-        known = shown.setdefault(counts, names)
-        if known is not None and _named(known) != _named(names):
-            shown[counts] = None
-    ended = []
-    for number, each in sorted(found.items()):
+            found.setdefault(at, []).append(one._replace(name=canonical(one.name)))
+    for each in found.values():
         each.sort(key=lambda one: one.began_ns)
-        counts = frozenset(collections.Counter(canonical(one.name) for one in each).items())
-        ended += _ended(number, each, shown.get(counts) or {})
+    place_of = {step.number: at for at, step in enumerate(steps)}
+    patterns: dict[_Counts, _Pattern] = {}
+    for sample in record.samples:
+        shown = sorted(sample.operations, key=lambda one: one.issued_ns)
+        pattern = patterns.setdefault(_counts(canonical(one.name) for one in shown), _Pattern(shown))
+        at = place_of.get(sample.step, -1)
+        pattern.add(sample, shown, steps[at] if at in found else None, found.get(at, []))
+    ended = []
+    for at, each in sorted(found.items()):
+        pattern = patterns.get(_counts(one.name for one in each), _Pattern(()))
+        ended += pattern.told(steps[at], each) or [Ended("", 0, "", "", one.began_ns, one.ended_ns) for one in each]
     return ended, _holes(record)
 
 
-_Named = dict[str, list[tuple[str, int | None, int]]]
+def _counts(names: Iterable[str]) -> _Counts:
+    return frozenset(collections.Counter(names).items())
 
 
-def _named(shown: dict[str, list[Operation]]) -> _Named:
-    return {name: [(one.group, one.peer, one.tag) for one in each] for name, each in shown.items()}
+@dataclass
+class _Pattern:
+    """Samples with as many operations of each name."""
+
+    shown: Sequence[Operation]
+    """Of the first, in order of issue."""
+    _is_clear: bool = True
+    """Whether all have the same groups, peers and tags in the same places."""
+    _delays: dict[str, int] = field(default_factory=dict)
+    """By name: the least time from issue until a thread takes it."""
+    _passes: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """By place among all: in which backward pass it was issued in samples, and how long after that began."""
+
+    def add(self, sample: Sample, shown: Sequence[Operation], step: Step | None, ran: Sequence[Ran]) -> None:
+        """One more sample.
+
+        Args:
+            shown: its operations, in order of issue.
+            step: that step, if it was watched, too.
+            ran: what was watched of it.
+        """
+        self._is_clear = self._is_clear and _named(shown) == _named(self.shown)
+        if step is None or sample.dropped:
+            return
+        places = self._places(ran)
+        if places is None:
+            return
+        passes = backward_passes(step)
+        for at, one in zip(places, ran, strict=True):
+            issued_ns = shown[at].issued_ns
+            self._is_clear = self._is_clear and one.began_ns >= issued_ns - _GRAIN_NS
+            self._delays[one.name] = min(self._delays.get(one.name, one.began_ns), max(0, one.began_ns - issued_ns))
+            which = pass_at(passes, issued_ns)
+            if which >= 0:
+                self._passes.setdefault(at, []).append((which, issued_ns - passes[which][0]))
+
+    def told(self, step: Step, ran: Sequence[Ran]) -> list[Ended] | None:
+        """The operations of a step; None: which is which is not known."""
+        places = self._places(ran) if self._is_clear else None
+        if places is None or not self._delays:
+            return None
+        passes = backward_passes(step)
+        queued = self._queued(ran, places)
+        anchors: dict[int, tuple[int, int]] = {}
+        """By pass: when an operation was issued in it that did not queue, and how long after it began one is in samples."""
+        numbers: collections.Counter[tuple[str, str, int | None]] = collections.Counter()
+        found = []
+        for at, one, has_queued in zip(places, ran, queued, strict=True):
+            like = self.shown[at]
+            issued_ns = one.began_ns - self._delays.get(one.name, 0)
+            which, after_ns = self._usual(at)
+            if 0 <= which < len(passes):
+                start_ns = passes[which][0]
+                if one.began_ns < start_ns - _GRAIN_NS:
+                    return None  # of the step before
+                anchor_ns, usual_ns = anchors.get(which, (start_ns, 0))
+                if has_queued:
+                    issued_ns = max(anchor_ns, min(issued_ns, anchor_ns + after_ns - usual_ns))
+                else:
+                    anchors[which] = issued_ns, after_ns
+            # A send and a receive are one operation.
+            channel = one.name if like.peer is None else f"tag {like.tag}"
+            key = channel, like.group, like.peer
+            number = step.number * _STEPS + numbers[key]
+            ended = Ended(channel, number, like.group, one.name, max(0, issued_ns), one.ended_ns, like.peer)
+            found.append(ended)
+            numbers[key] += 1
+        return found
+
+    def _places(self, ran: Sequence[Ran]) -> list[int] | None:
+        """Of each operation: its place among those of a sample. None if there are others, or a name has several groups, and some
+        queued: of different groups what is issued first is not always taken first."""
+        if _counts(one.name for one in ran) != _counts(canonical(one.name) for one in self.shown):
+            return None
+        of: dict[str, collections.deque[int]] = {}
+        for at, one in enumerate(self.shown):
+            of.setdefault(canonical(one.name), collections.deque()).append(at)
+        for name, each in of.items():
+            if len({self.shown[at].group for at in each if self.shown[at].peer is None}) > 1 and any(
+                _queued([one for one in ran if one.name == name])
+            ):
+                return None
+        return [of[one.name].popleft() for one in ran]
+
+    def _queued(self, ran: Sequence[Ran], places: Sequence[int]) -> list[bool]:
+        """Whether each operation waited for a thread of its group."""
+        found = [False] * len(ran)
+        groups: dict[str, list[int]] = {}
+        for index, at in enumerate(places):
+            if self.shown[at].peer is None:  # messages take no thread
+                groups.setdefault(self.shown[at].group, []).append(index)
+        for indexes in groups.values():
+            for index, has_queued in zip(indexes, _queued([ran[index] for index in indexes]), strict=True):
+                found[index] = has_queued
+        return found
+
+    def _usual(self, at: int) -> tuple[int, int]:
+        """In which backward pass an operation is issued, and how long after that began. -1: in none, or now here, now there."""
+        known = self._passes.get(at, [])
+        if len({which for which, _ in known}) != 1:
+            return -1, 0
+        return known[0][0], round(statistics.median(after_ns for _, after_ns in known))
 
 
-def _ended(step: int, ran: Sequence[Ran], shown: dict[str, list[Operation]]) -> list[Ended]:
-    places: collections.Counter[str] = collections.Counter()
-    numbers: collections.Counter[tuple[str, str, int | None]] = collections.Counter()
+def _named(shown: Iterable[Operation]) -> dict[str, list[tuple[str, int | None, int]]]:
+    found: dict[str, list[tuple[str, int | None, int]]] = {}
+    for one in shown:
+        found.setdefault(canonical(one.name), []).append((one.group, one.peer, one.tag))
+    return found
+
+
+def _queued(ran: Sequence[Ran]) -> list[bool]:
+    """Of each operation, in the order in which they were taken: whether all threads were at work until then. O(n log n)."""
+    busy: list[int] = []
     found = []
     for one in ran:
-        name = canonical(one.name)
-        if name not in shown:
-            found.append(Ended("", 0, "", "", one.began_ns, one.ended_ns))
-            continue
-        like = shown[name][places[name]]
-        # A send and a receive are one operation.
-        channel = f"{step} {like.group} {name if like.peer is None else like.tag}"
-        key = name, channel, like.peer
-        found.append(Ended(channel, numbers[key], like.group, one.name, one.began_ns, one.ended_ns, like.peer))
-        places[name] += 1
-        numbers[key] += 1
+        while busy and busy[0] <= one.began_ns - _TAKES_NS:
+            heapq.heappop(busy)
+        found.append(len(busy) >= _THREADS and busy[0] <= one.began_ns + _GRAIN_NS)
+        heapq.heappush(busy, one.ended_ns)
     return found
 
 

@@ -68,7 +68,7 @@ def drawn(seed: int) -> Stages:
 
 def rows(noted: Sequence[Sequence[Notes]], rank: int) -> list[dict[str, float]]:
     """By step, what a stage noted of each category, in ns. A receive waits until its send is issued, and is on the wire then; a
-    send is on the wire until it has been received, or as long as the thread waits for it."""
+    send is on the wire until it has been received, or the thread has waited for it."""
     found = []
     for own, other in zip(noted[rank], noted[1 - rank], strict=True):
         waits, wires = [], []
@@ -78,7 +78,12 @@ def rows(noted: Sequence[Sequence[Notes]], rank: int) -> list[dict[str, float]]:
             wires.append((moves, end, None))
         receives = union((start, end, None) for _, start, end in own["received"])
         blocked = union([*receives, *((start, end, None) for start, end in own["waited"])])
-        sends = [(sent, end, None) for sent, (_, _, end) in zip(own["sent"], other["received"], strict=True)]
+        # What still moves when the thread has waited for a send is the kernel's alone (gloo).
+        until = max((end for _, end in own["waited"]), default=1 << 63)
+        sends = [
+            (sent, max(sent, min(end, until)), None)
+            for sent, (_, _, end) in zip(own["sent"], other["received"], strict=True)
+        ]
         moving = union([*wires, *sends])
 
         def length(pieces: Sequence[tuple[int, int, None]]) -> float:

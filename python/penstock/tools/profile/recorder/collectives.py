@@ -49,6 +49,9 @@ class Recording(Protocol):
     marks: Journal
     phase: str
 
+    def passed(self, now_ns: int) -> None:
+        """Some time has, in which no step may have ended."""
+
 
 class Calls:
     """The calls of a rank's process groups in this step, and what is known of its groups."""
@@ -134,6 +137,8 @@ class Calls:
         return found
 
     def step_ended(self) -> None:
+        if self.is_profiled:
+            self.in_flight.prune()
         self._works.clear()
         self.last = None
         self.is_batching = False  # the end of a batch that raised is not told
@@ -227,6 +232,7 @@ def _issuing(method: Any, name: str, active: Callable[[], Recording | None]) -> 
         finally:
             calls.is_issuing = False
             calls.issued(known, work)
+            recording.passed(known.end_ns)
             if blocks:
                 known.waited_ns = known.end_ns
                 recording.marks.wait(known.start_ns, known.end_ns, operation, known.group)

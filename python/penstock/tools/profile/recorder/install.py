@@ -332,8 +332,7 @@ def _penstock_profile_call(module: Any, args: Any, kwargs: Any) -> Any:
         if _state.recording is recording:
             _modules.watch()
             end_ns = time.monotonic_ns()
-            if end_ns > recording.sampling.until_ns:
-                recording.sampling.too_long(recording.calls)
+            recording.passed(end_ns)
             if number == recording.marks.number:  # else a whole step was within
                 if is_forward:
                     recording.marks.forward(start_ns, end_ns)
@@ -358,10 +357,13 @@ def _patch_backward() -> None:
         if not _modules.is_watching:  # what a handler of a signal raises may have come between
             _modules.watch()
         recording.backward_begins(sys._getframe())
+        has_failed = True
         try:
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+            has_failed = False
+            return result
         finally:
-            recording.backward_ends()
+            recording.backward_ends(has_failed=has_failed)
             _unseen.pass_ends()
 
     graph._engine_run_backward = run_backward
@@ -486,8 +488,7 @@ def _patch_loader() -> None:
                 found = original(self)
             with contextlib.suppress(Exception):  # a batch may be of any type, such as one that lacks a shape
                 recording.marks.loaded(_examples(found))
-            if time.monotonic_ns() > recording.sampling.until_ns:
-                recording.sampling.too_long(recording.calls)
+            recording.passed(time.monotonic_ns())
             return found
 
         setattr(kind, original.__name__, load)

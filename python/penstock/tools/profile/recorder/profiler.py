@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,8 @@ class Profiler:
 
     has_run = False
     """Any, in this process or in one that it is a fork of."""
+    _is_deaf = False
+    """Whether one runs that is to see no spans of the script: while one goes on that it has seen begin, no other may run."""
 
     def __init__(self, *, shapes: bool = False, operators: bool = True) -> None:
         """
@@ -39,7 +42,8 @@ class Profiler:
             operators: record them, and not only what backends and `record_function` tell.
         """
         # To ask for CUDA must not start it. What stops the profiler waits for the device first.
-        self._device = "cuda" if torch.cuda.is_initialized() else None
+        self._device = "cuda" if operators and torch.cuda.is_initialized() else None
+        self.thread = threading.get_ident()
         self._own = profiler.profile(use_kineto=True, record_shapes=shapes, use_device=self._device)
         self.is_paused = False
         self.paused_steps = self.try_at = 0
@@ -50,6 +54,7 @@ class Profiler:
             self._own.__enter__()
         try:
             self._began = _marks()
+            Profiler._is_deaf = not operators
         except BaseException:  # a signal's handler raised
             self._own.__exit__(None, None, None)
             raise
@@ -61,13 +66,14 @@ class Profiler:
 
     def step_ended(self) -> None:
         """The sampled one: what begins from here on is none of the sample."""
+        Profiler._is_deaf = False
         self._ended = _marks()
         self.pause()
 
     def pause(self) -> None:
         """See nothing that begins from here on."""
         if not self.is_paused:
-            self.is_paused = True
+            self.is_paused, Profiler._is_deaf = True, False
             torch.autograd._enable_record_function(False)
             if self._device is not None:
                 self._own.toggle_collection_dynamic(False, [ProfilerActivity.CUDA])
@@ -80,6 +86,8 @@ class Profiler:
 
     def drop(self) -> None:
         """Stop in a fork, where nothing is in flight, and the device cannot be asked."""
+        Profiler._is_deaf = False
+        profiler._is_profiler_enabled = False  # also where stopping fails, on another thread than the profiler's
         self._own.use_device = None
         self._own.__exit__(None, None, None)
         # Not where that has failed: it would see the child's operators, and keep them.
@@ -98,8 +106,8 @@ class Profiler:
 
 @contextlib.contextmanager
 def _without_operators() -> Iterator[None]:
-    """A profiler that starts here sees the user's scope alone, in which operations of backends are: 5 microseconds for each, and
-    operators cost nothing. torch's class has no argument for that."""
+    """A profiler that starts here sees the user's scope alone, in which operations of backends are: these cost 5 to 10 us each,
+    and operators nothing. torch's class has no argument for that."""
     original: Any = profiler._enable_profiler
     setattr(profiler, "_enable_profiler", lambda *args: original(*args, {RecordScope.USER_SCOPE}))  # noqa: B010
     try:
@@ -196,6 +204,12 @@ def patch(running: Callable[[], Iterator[Callable[[], None]]]) -> None:
     # Wrapped, so that TorchScript finds the sources of what it compiles.
     @functools.wraps(enter_span)
     def enter(self: Any) -> Any:
+        if Profiler._is_deaf:
+            torch.autograd._enable_record_function(False)
+            try:
+                return enter_span(self)
+            finally:
+                torch.autograd._enable_record_function(True)
         entered = enter_span(self)
         if profiler._is_profiler_enabled:
             _spans.add(self)

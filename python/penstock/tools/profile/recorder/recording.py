@@ -148,13 +148,14 @@ class Recording:
         self._optimizers.pass_begins()
         self.marks.enter("backward", time.monotonic_ns())
 
-    def backward_ends(self) -> None:
+    def backward_ends(self, *, has_failed: bool = False) -> None:
         self._pass = None
         now_ns = time.monotonic_ns()
         self.marks.leave("backward", now_ns)
         self._optimizers.pass_ends()
-        if now_ns > self.sampling.until_ns:
-            self.sampling.too_long(self.calls)
+        if has_failed and self.calls.is_profiled and self.calls.reducers() is not None:
+            self.calls.in_flight.are_lost = True  # DDP's, within C++
+        self.passed(now_ns)
         if self._optimizers.is_pass_last:
             self._optimizers.is_pass_last = False
             self._end_step()
@@ -215,6 +216,11 @@ class Recording:
             if left_out:
                 self.event("left out", f"{left_out} marks of step {step.number}: a step keeps {MOST_MARKS}")
         return ended[-1][0]
+
+    def passed(self, now_ns: int) -> None:
+        """Some time has, in which no step may have ended."""
+        if now_ns > self.sampling.until_ns:
+            self.sampling.too_long(self.calls)
 
     # ----------------------------------------------------------------------------------------------------------- end
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable
 
@@ -44,8 +45,8 @@ _EVENT_NS = 20_000
 _PROBED_NS = 300_000_000
 """A step that is shorter has no more than about 150,000 events: 10^6 take 2 s."""
 _WAITS = (
-    "an operation of a sampled step did not end, as a receive that nobody sends for, or a send that nobody waits for: there are "
-    "no samples until it has"
+    "an operation that began while torch's profiler ran did not end, as a receive that nobody sends for, or a send that nobody "
+    "waits for: there are no samples until it has"
 )
 _YIELDS = "the script runs torch's profiler itself: there are no samples while it does"
 
@@ -116,7 +117,7 @@ class Sampling:
             elif (target := self._begins(step.number)) is not None:
                 self._start(target, calls)
             elif (target := self._watching.begins(step.number)) is not None:
-                self._start(target, calls, watches_since_ns=step.end_ns)
+                self._start(target, calls, before=step)
         except Exception as error:
             self.abandon(calls)
             self._failed(error)
@@ -144,7 +145,10 @@ class Sampling:
         """There can be one profiler, and the script starts its own."""
         if self._profiler is not None:
             self._say(_YIELDS)
-            self.abandon(calls)
+            if self._watching.is_running and not self._profiler.is_paused:
+                self._cut_off(self._profiler, calls)
+            else:
+                self.abandon(calls)
         try:
             if self._profiler is not None:
                 settled(calls.in_flight, _LAST_PATIENCE_S)
@@ -158,9 +162,7 @@ class Sampling:
         if self._profiler is None or self._profiler.is_paused:
             return
         if self._watching.is_running:
-            self.abandon(calls)
-            self._is_plain = False
-            self._watching.distance.double()
+            self._cut_off(self._profiler, calls)
         else:
             self.give_up("the script forked in a sampled step, so that there is no sample of it", calls)
 
@@ -178,6 +180,10 @@ class Sampling:
         ago, and were not waited for."""
         try:
             if self._profiler is not None:
+                if self._profiler.thread != threading.get_ident():
+                    self._profiler = None  # the thread that trained has ended: nobody else can stop it
+                    skip_destructors()
+                    return
                 if self._watching.is_running and not self._profiler.is_paused:
                     self._watch_ended(self._profiler, time.monotonic_ns(), calls)
                 self._pause(self._profiler, calls)
@@ -203,6 +209,9 @@ class Sampling:
         self._say(why)
 
     def too_long(self, calls: Calls) -> None:
+        if self._watching.is_running and self._profiler is not None:
+            self._cut_off(self._profiler, calls)
+            return
         self.give_up(f"a sampled step took more than {_LONG} times the usual, so that there is no sample of it", calls)
 
     def _say(self, text: str) -> None:
@@ -220,7 +229,12 @@ class Sampling:
         is_late = slot > 0 and self.distance.has(slot) and place == slots.place(slot)
         return is_late or number in slots.EARLY
 
-    def _start(self, target: int, calls: Calls, *, watches_since_ns: int | None = None) -> None:
+    def _start(self, target: int, calls: Calls, *, before: Step | None = None) -> None:
+        """
+        Args:
+            target: the last step in which the profiler runs.
+            before: of a watch: the step that has just ended.
+        """
         if is_used_by_script():
             self._say(_YIELDS)
             return
@@ -228,16 +242,17 @@ class Sampling:
             self._say("a record_function goes on that began in a sample: there are no samples until it has ended")
             return
         began_ns = time.monotonic_ns()
-        if watches_since_ns is not None:
+        usual_ns = round(statistics.median(self._plain)) if self._plain else 0
+        if before is not None:
+            self._watching.started(before.end_ns)
             self._profiler = Profiler(operators=False)
-            self._watching.started(watches_since_ns)
             self._is_plain = False
+            self.until_ns = began_ns + max(_LEAST_NS, (target - before.number) * _LONG * usual_ns)
         else:
             self._profiler = Profiler(shapes=target != _PROBE and self._lead == LEAD)
-            usual_ns = round(statistics.median(self._plain)) if self._plain else 0
             self.until_ns = began_ns + max(_LEAST_NS, LEAD * _LONG * usual_ns)
         self._target = target
-        calls.start(keep=watches_since_ns is None)
+        calls.start(keep=before is None)
         self._cost, self._longer = time.monotonic_ns() - began_ns, 0
 
     def _step_ended(self, profiler: Profiler, step: Step, calls: Calls) -> None:
@@ -257,7 +272,16 @@ class Sampling:
         profiler.step_ended()
         calls.stop()
         self._watching.ended(until_ns)
+        self.until_ns = _NEVER
         self._cost += time.monotonic_ns() - began_ns
+
+    def _cut_off(self, profiler: Profiler, calls: Calls) -> None:
+        """End the watch that runs here. What it has seen counts."""
+        try:
+            self._watch_ended(profiler, time.monotonic_ns(), calls)
+            self._finish(calls, _PATIENCE_S)
+        except Exception as error:
+            self._failed(error)
 
     def _paused_step(self, profiler: Profiler, calls: Calls) -> None:
         """The profiler waits for operations of an earlier step: look ever less often whether a backend's threads are calm."""
@@ -322,8 +346,10 @@ class Sampling:
             log = over.log + calls.reductions(step.start_ns)
             known = calls.reducers(), over.hints, calls.default()
             window = Window(step.number, step.start_ns, step.end_ns, log, backward, *known, phases(step))
-            self._put(sample(events, window, clock, thread))
-            self._watching.sampled(profiler, events, clock, step)
+            shown = sample(events, window, clock, thread)
+            self._put(shown)
+            if shown.operations:
+                self._watching.sampled(profiler, events, clock, step)
         return len(events)
 
     def _count(self, events: int) -> None:

@@ -41,19 +41,21 @@ class InFlight:
     """The operations that were issued while the profiler ran, and have not ended."""
 
     def __init__(self) -> None:
-        self._works: list[Any] = []
+        self._works: dict[int, Any] = {}
         self._most = _PRUNE
         self._paused_s = 0.0
+        self.are_lost = False
+        """Whether there may be some that nobody can ask: a backward pass of DDP's has failed in their midst."""
 
     def add(self, work: Any) -> None:
-        self._works.append(work)
+        self._works[id(work)] = work
         if len(self._works) >= self._most:
-            self._prune()  # those that have ended must not keep their tensors
+            self.prune()
             self._most = _PRUNE + 2 * len(self._works)
 
     def waited(self, work: Any) -> None:
         """The script has waited for it. gloo's reduce_scatter, as of FSDP, never says itself that it is complete."""
-        self._works = [each for each in self._works if each is not work]
+        self._works.pop(id(work), None)
 
     def pause(self) -> None:
         """Operations issued from now on do not count."""
@@ -65,17 +67,18 @@ class InFlight:
         Args:
             is_last: whether the script ends.
         """
-        self._prune()
-        if self._works:
+        self.prune()
+        if self._works or self.are_lost:
             return False
         unwaited_s = _UNWAITED_LAST_S if is_last else _UNWAITED_S
         return _unwaited() == 0 or time.monotonic() > self._paused_s + unwaited_s
 
     def clear(self) -> None:
-        self._works = []
+        self._works, self.are_lost = {}, False
 
-    def _prune(self) -> None:
-        self._works = [work for work in self._works if not _has_ended(work)]
+    def prune(self) -> None:
+        """Those that have ended must not keep their tensors."""
+        self._works = {key: work for key, work in self._works.items() if not _has_ended(work)}
 
 
 def _has_ended(work: Any) -> bool:

@@ -19,8 +19,10 @@ SHARE = 0.005
 
 _EVENT_NS = 10_000
 """An event makes a step longer by less."""
+_BEFORE = 4
+"""Steps from the last one to the start of the next sample's profiler: what is in flight may have to end first."""
 _MOST_SPANS = 1_000
-"""A step with more operations and spans of `record_function` is not watched: each takes memory until the watch ends."""
+"""A step with more operations and spans is not watched: each operation takes memory until the watch ends."""
 _MOST, _AT_ONCE = 200_000, 64
 """Operations that are written of a run, as of the engine's (`engine.py`), and in a line."""
 _LEFT_OUT = "operations of steps without a sample from here on: a record keeps {:,}"
@@ -40,12 +42,11 @@ class Watching:
         self._written = 0
 
     def begins(self, number: int) -> int | None:
-        """The last step of the watch for which the profiler starts at the end of that step, which is one after the slot's sample.
-        It stops a step before the next sample's profiler starts."""
+        """The last step of the watch for which the profiler starts at the end of that step, one after the slot's sample."""
         slot, at = divmod(number, SLOT)
         if not self._is_wanted or at != slots.place(slot) + 1 or not self.distance.has(slot):
             return None
-        return (slot + 1) * SLOT + slots.place(slot + 1) - LEAD - 1
+        return (slot + 1) * SLOT + slots.place(slot + 1) - LEAD - _BEFORE
 
     def started(self, since_ns: int) -> None:
         self.is_running, self.is_over, self._since_ns = True, False, since_ns
@@ -54,11 +55,11 @@ class Watching:
         self.is_over, self._until_ns = True, until_ns
 
     def sampled(self, profiler: Profiler, events: Sequence[Any], clock: Callable[[int], int], step: Step) -> None:
-        """There was a sample: watch from now on, if it shows something to watch, and tell of its operations as a watch does."""
+        """There was a sample, and it shows operations: tell of them as a watch does, and watch from now on."""
         found = None if profiler.has_device else watched(events, clock)
         self._is_wanted = bool(found) and self._written < _MOST and spans(events) <= LEAD * _MOST_SPANS
         if found and self._is_wanted:
-            self._write(step.start_ns, step.end_ns, [one for one in found if one.began_ns >= step.start_ns])
+            self._write(step.start_ns, step.end_ns, found)
 
     def read(self, profiler: Profiler, cost_ns: Callable[[], int], steps: Sequence[int]) -> None:
         """The watch is over, and the profiler has stopped.
@@ -78,6 +79,7 @@ class Watching:
 
     def _write(self, since_ns: int, until_ns: int, found: Sequence[Ran]) -> None:
         """All that began between, in lines that each tell of a part of that time: one may be lost."""
+        found = [one for one in found if since_ns <= one.began_ns < until_ns]
         for at in range(0, max(1, len(found)), _AT_ONCE):
             some, later = tuple(found[at : at + _AT_ONCE]), found[at + _AT_ONCE : at + _AT_ONCE + 1]
             end_ns = max(since_ns, later[0].began_ns if later else until_ns)
