@@ -56,10 +56,13 @@ def divide(records: Sequence[Record]) -> Breakdown:
     )
 
 
-def flight(courses: Iterable[Course], start_ns: int, end_ns: int) -> list[Piece[Kind]]:
+def flight(courses: Iterable[Course], start_ns: int, end_ns: int, *, is_usual: bool = False) -> list[Piece[Kind]]:
     """The timeline of a rank's communication: at each moment with operations, the one that counts. O(n log n).
 
     Wire before wait, wait before operations without partners; of several the oldest.
+
+    Args:
+        is_usual: leave out the end of each wait, as much as torch's profiler made it longer.
     """
     # Each operation is one or two pieces; at each moment the piece of the best rank counts.
     pieces: list[tuple[int, int, tuple[int, int, int], Kind]] = []
@@ -68,7 +71,8 @@ def flight(courses: Iterable[Course], start_ns: int, end_ns: int) -> list[Piece[
         if not course.is_known:
             pieces.append((issued, ended, (2, issued, at), (course.purpose, "unknown", None)))
             continue
-        pieces.append((issued, turn, (1, issued, at), (course.purpose, "wait", course.last)))
+        waited = turn - course.profiler_ns if is_usual else turn
+        pieces.append((issued, waited, (1, issued, at), (course.purpose, "wait", course.last)))
         pieces.append((turn, ended, (0, issued, at), (course.purpose, "wire", None)))
     pieces = [(max(a, start_ns), min(b, end_ns), c, d) for a, b, c, d in pieces if max(a, start_ns) < min(b, end_ns)]
     pieces.sort(key=lambda piece: piece[0])
@@ -289,6 +293,8 @@ def _look(
     for piece, inside in itertools.chain(_grouped(unmarked, moving), _named(waits, moving, courses, made)):
         add(kinds.setdefault(piece[2], {}), _within(piece, inside, purpose_of))
     still = union([*((a, b, None) for a, b, _ in waits), *unmarked])
+    if any(course.profiler_ns for course in courses):
+        moving = without(flight(courses, step.start_ns, step.end_ns, is_usual=True), made)
     add(sums.hidden, _by_value(piece for piece in without(moving, still) if piece[2][1:] != ("wait", None)))
     return kinds, longer
 

@@ -134,7 +134,7 @@ class Sample:
 
 
 class Ended(NamedTuple):
-    """An operation as Penstock's engine remembers it."""
+    """An operation as Penstock's engine remembers it, or as a watch has it by comparison with samples (`watched.py`)."""
 
     channel: str
     """Within the job, as the engine calls it: the same on all ranks; of a message with its tag."""
@@ -169,18 +169,18 @@ class Ran(NamedTuple):
     name: str
     """As in `Operation`."""
     began_ns: int
-    """When its backend took it, which is some time after it was issued."""
+    """When a thread of its backend took it, which is some time after it was issued."""
     ended_ns: int
 
 
 @dataclass(frozen=True)
 class Watch:
-    """Operations of backends other than Penstock's, also in steps without a sample: torch's profiler ran there, and recorded no
+    """gloo's operations as torch's profiler saw them, without the calls: in a sample, or in steps between, where it recorded no
     operators."""
 
     since_ns: int
     until_ns: int
-    """All that backends took between stand in it."""
+    """All that gloo's threads took between, and the training thread had issued, stand in it."""
     operations: tuple[Ran, ...]
     """In the order in which they were taken."""
 
