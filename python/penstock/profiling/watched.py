@@ -79,6 +79,10 @@ class _Pattern:
     _passes: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """By place among all: in which backward pass it was issued in samples, and how long after that began."""
 
+    def __post_init__(self) -> None:
+        # A send and a receive are one operation. A text for each place, not for each operation: names may be long.
+        self._channels = [f"{one.group} {canonical(one.name) if one.peer is None else one.tag}" for one in self.shown]
+
     def add(self, sample: Sample, shown: Sequence[Operation], step: Step | None, ran: Sequence[Ran]) -> None:
         """One more sample.
 
@@ -111,7 +115,7 @@ class _Pattern:
         queued = self._queued(ran, places)
         anchors: dict[int, tuple[int, int]] = {}
         """By pass: when an operation was issued in it that did not queue, and how long after it began one is in samples."""
-        numbers: collections.Counter[tuple[str, str, int | None]] = collections.Counter()
+        numbers: collections.Counter[tuple[str, int | None]] = collections.Counter()
         found = []
         for at, one, has_queued in zip(places, ran, queued, strict=True):
             like = self.shown[at]
@@ -126,11 +130,9 @@ class _Pattern:
                     issued_ns = max(anchor_ns, min(issued_ns, anchor_ns + after_ns - usual_ns))
                 else:
                     anchors[which] = issued_ns, after_ns
-            # A send and a receive are one operation.
-            channel = one.name if like.peer is None else f"tag {like.tag}"
-            key = channel, like.group, like.peer
+            key = self._channels[at], like.peer
             number = step.number * _STEPS + numbers[key]
-            ended = Ended(channel, number, like.group, one.name, max(0, issued_ns), one.ended_ns, like.peer)
+            ended = Ended(key[0], number, like.group, one.name, max(0, issued_ns), one.ended_ns, like.peer)
             found.append(ended)
             numbers[key] += 1
         return found
