@@ -1,12 +1,12 @@
-"""Operations of steps without a sample, as Penstock's engine remembers them, or as torch's profiler sees those of other backends
-without their calls (docs/design/profile-division.md, "From steps to the mean")."""
+"""Operations of steps without a sample, as Penstock's engine remembers them, or as torch's profiler sees gloo's without
+their calls (docs/design/profile-division.md, "From steps to the mean")."""
 
 from __future__ import annotations
 
 import bisect
 import collections
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.profiling.clocks import Clock
@@ -117,7 +117,8 @@ class _Memory:
             examples[number] = pairs
         if not examples:
             return None
-        shown = _Shown(examples.values())
+        # What of a watch queued outside a pass is told as issued when it was taken; that must not move the others.
+        shown = _Shown(examples.values(), statistics.median if record.endings else max)
         operations = {number: list(shown.as_shown(found)) for number, found in ended.items()}
         samples = {sample.step for sample in record.samples}
         return cls(operations, sorted(is_whole - samples))
@@ -177,7 +178,9 @@ class _Shown:
     """How samples show operations of the engine: by how much earlier they are issued and later they end, of operations that are
     alike; and for what they are, by their place among as many of a step."""
 
-    def __init__(self, steps: Iterable[Sequence[tuple[Operation, Ended]]]) -> None:
+    def __init__(
+        self, steps: Iterable[Sequence[tuple[Operation, Ended]]], usual: Callable[[Sequence[int]], float]
+    ) -> None:
         issued: dict[_Key, list[int]] = {}
         ended: dict[_Key, list[int]] = {}
         self._purposes: dict[tuple[_Key, tuple[int, int]], collections.Counter[str]] = {}
@@ -191,7 +194,7 @@ class _Shown:
                 for place in ((counts[key], operation.number), _ANY):
                     self._purposes.setdefault((key, place), collections.Counter())[operation.purpose] += 1
                 self._ranks[operation.group] = operation.ranks
-        self._issued = {key: round(statistics.median(each)) for key, each in issued.items()}
+        self._issued = {key: round(usual(each)) for key, each in issued.items()}
         # Some are noted later than that, by up to the 5 ms for which another of Python's threads keeps the interpreter. And a
         # sample shows all operations of a batch as one.
         self._ended = {key: max(-NOTED_NS, min(*each, NOTED_NS)) for key, each in ended.items()}

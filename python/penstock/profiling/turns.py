@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from penstock.profiling.breakdown import OTHER, PURPOSES, SYNC
 from penstock.profiling.clocks import Clock
+from penstock.profiling.intervals import Piece
 from penstock.profiling.matching import Kind, Meeting
 from penstock.profiling.phases import backward_passes, held_up, pass_at
 from penstock.profiling.record import Operation, Record, Step
@@ -64,6 +65,7 @@ def turns(records: Sequence[Record], met: Iterable[Meeting], clock_of: Mapping[s
     unsure = {rank: each.precision_ns for rank, each in clock.items()}
     only_one_host = len(clock_of) == 1
     recorded = {(record.header.rank, step.number): step for record in records for step in record.steps}
+    passes: dict[tuple[int, int], list[Piece[None]]] = {}
     held = {
         (record.header.rank, step.number): held_up(step)
         for record in records
@@ -120,7 +122,12 @@ def turns(records: Sequence[Record], met: Iterable[Meeting], clock_of: Mapping[s
                     last = max(here, key=usual.__getitem__)
             sure = unsure[rank] + unsure[parts[last][0]] if meeting.kind is Kind.ALL else None
             _judge(found, rank, meeting.step, operation, wait, without, parts[last][0], sure)
-            _end_with_pass(found, rank, meeting.step, recorded.get((rank, meeting.step)))
+            step = recorded.get((rank, meeting.step))
+            if operation.purpose == SYNC and step is not None:
+                key = rank, meeting.step
+                if key not in passes:
+                    passes[key] = backward_passes(step)
+                _end_with_pass(found.courses[rank][meeting.step], step, passes[key])
     for steps in found.courses.values():
         for courses in steps.values():
             courses.sort(
@@ -152,19 +159,20 @@ def _judge(
     _add(found, rank, step, Course(operation, operation.issued_ns + wait_ns, whom, True, profiler_ns))
 
 
-def _end_with_pass(found: Turns, rank: int, number: int, step: Step | None) -> None:
+def _end_with_pass(courses: list[Course], step: Step, passes: Sequence[Piece[None]]) -> None:
     """DDP has waited for its sums when a backward pass ends. A backend's thread may note the end of one later: it first runs what
-    a hook of the script makes of the result, and then waits for the interpreter's lock."""
-    course = found.courses[rank][number][-1]
-    operation = course.operation
-    if step is None or operation.purpose != SYNC or not course.is_known:
-        return
-    passes = backward_passes(step)
+    a hook of the script makes of the result, and then waits for the interpreter's lock. Of the last course."""
+    course, operation = courses[-1], courses[-1].operation
     which = pass_at(passes, operation.issued_ns)
-    if which >= 0 and 0 < operation.ended_ns - passes[which][1] <= NOTED_NS:
-        end_ns = passes[which][1]
-        at_most = course._replace(turn_ns=min(course.turn_ns, end_ns), longest_ns=end_ns - operation.issued_ns)
-        found.courses[rank][number][-1] = at_most
+    if which < 0 or not course.is_known or "/" in operation.group:  # of a GradientReducer, which may wait later
+        return
+    end_ns = passes[which][1]
+    is_waited_for_later = any(
+        wait.start_ns >= end_ns and wait.operation in ("", operation.name) and wait.group in ("", operation.group)
+        for wait in step.waits
+    )
+    if 0 < operation.ended_ns - end_ns <= NOTED_NS and not is_waited_for_later:
+        courses[-1] = course._replace(turn_ns=min(course.turn_ns, end_ns), longest_ns=end_ns - operation.issued_ns)
 
 
 def _add(found: Turns, rank: int, step: int, course: Course) -> None:

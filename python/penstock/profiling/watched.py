@@ -98,8 +98,11 @@ class _Pattern:
         if places is None:
             return
         passes = backward_passes(step)
+        own: dict[str, collections.deque[int]] = {}
+        for each in shown:
+            own.setdefault(canonical(each.name), collections.deque()).append(each.issued_ns)
         for at, one in zip(places, ran, strict=True):
-            issued_ns = shown[at].issued_ns
+            issued_ns = own[one.name].popleft()
             self._is_clear = self._is_clear and one.began_ns >= issued_ns - _GRAIN_NS
             self._delays[one.name] = min(self._delays.get(one.name, one.began_ns), max(0, one.began_ns - issued_ns))
             which = pass_at(passes, issued_ns)
@@ -115,9 +118,9 @@ class _Pattern:
         queued = self._queued(ran, places)
         anchors: dict[int, tuple[int, int]] = {}
         """By pass: when an operation was issued in it that did not queue, and how long after it began one is in samples."""
-        numbers: collections.Counter[tuple[str, int | None]] = collections.Counter()
+        numbers: collections.Counter[tuple[str, str, int | None]] = collections.Counter()
         found = []
-        for at, one, has_queued in zip(places, ran, queued, strict=True):
+        for at, one, has_queued in sorted(zip(places, ran, queued, strict=True)):
             like = self.shown[at]
             issued_ns = one.began_ns - self._delays.get(one.name, 0)
             which, after_ns = self._usual(at)
@@ -130,7 +133,7 @@ class _Pattern:
                     issued_ns = max(anchor_ns, min(issued_ns, anchor_ns + after_ns - usual_ns))
                 else:
                     anchors[which] = issued_ns, after_ns
-            key = self._channels[at], like.peer
+            key = self._channels[at], one.name, like.peer
             number = step.number * _STEPS + numbers[key]
             ended = Ended(key[0], number, like.group, one.name, max(0, issued_ns), one.ended_ns, like.peer)
             found.append(ended)

@@ -154,6 +154,12 @@ class Calls:
         return None
 
     @staticmethod
+    def sums_in_passes() -> bool:
+        """Whether a DDP may launch sums in a backward pass."""
+        models = [reference() for reference in _reducers]
+        return any(getattr(model, "require_backward_grad_sync", False) for model in models)
+
+    @staticmethod
     def label(name: str) -> tuple[str, Sequence[int]]:
         """Of a group, from torch's name: its name in records, and its ranks in the job, in order; none if it is gone."""
         for group, given in list(dist.distributed_c10d._world.pg_names.items()):  # asked by another thread, too

@@ -32,8 +32,8 @@ class Profiler:
 
     has_run = False
     """Any, in this process or in one that it is a fork of."""
-    _is_deaf = False
-    """Whether one runs that is to see no spans of the script: while one goes on that it has seen begin, no other may run."""
+    _deaf: threading.Thread | None = None
+    """The thread of one that is to see no spans of the script: while one goes on that it has seen begin, no other may run."""
 
     def __init__(self, *, shapes: bool = False, operators: bool = True) -> None:
         """
@@ -43,7 +43,7 @@ class Profiler:
         """
         # To ask for CUDA must not start it. What stops the profiler waits for the device first.
         self._device = "cuda" if operators and torch.cuda.is_initialized() else None
-        self.thread = threading.get_ident()
+        self.thread = threading.current_thread()
         self._own = profiler.profile(use_kineto=True, record_shapes=shapes, use_device=self._device)
         self.is_paused = False
         self.paused_steps = self.try_at = 0
@@ -54,7 +54,7 @@ class Profiler:
             self._own.__enter__()
         try:
             self._began = _marks()
-            Profiler._is_deaf = not operators
+            Profiler._deaf = None if operators else self.thread
         except BaseException:  # a signal's handler raised
             self._own.__exit__(None, None, None)
             raise
@@ -66,14 +66,14 @@ class Profiler:
 
     def step_ended(self) -> None:
         """The sampled one: what begins from here on is none of the sample."""
-        Profiler._is_deaf = False
+        Profiler._deaf = None
         self._ended = _marks()
         self.pause()
 
     def pause(self) -> None:
         """See nothing that begins from here on."""
         if not self.is_paused:
-            self.is_paused, Profiler._is_deaf = True, False
+            self.is_paused, Profiler._deaf = True, None
             torch.autograd._enable_record_function(False)
             if self._device is not None:
                 self._own.toggle_collection_dynamic(False, [ProfilerActivity.CUDA])
@@ -86,7 +86,7 @@ class Profiler:
 
     def drop(self) -> None:
         """Stop in a fork, where nothing is in flight, and the device cannot be asked."""
-        Profiler._is_deaf = False
+        Profiler._deaf = None
         profiler._is_profiler_enabled = False  # also where stopping fails, on another thread than the profiler's
         self._own.use_device = None
         self._own.__exit__(None, None, None)
@@ -204,7 +204,7 @@ def patch(running: Callable[[], Iterator[Callable[[], None]]]) -> None:
     # Wrapped, so that TorchScript finds the sources of what it compiles.
     @functools.wraps(enter_span)
     def enter(self: Any) -> Any:
-        if Profiler._is_deaf:
+        if Profiler._deaf is not None and Profiler._deaf is threading.current_thread():
             torch.autograd._enable_record_function(False)
             try:
                 return enter_span(self)

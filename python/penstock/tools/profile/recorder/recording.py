@@ -153,8 +153,8 @@ class Recording:
         now_ns = time.monotonic_ns()
         self.marks.leave("backward", now_ns)
         self._optimizers.pass_ends()
-        if has_failed and self.calls.is_profiled and self.calls.reducers() is not None:
-            self.calls.in_flight.are_lost = True  # DDP's, within C++
+        if has_failed and self.calls.is_profiled and self.calls.sums_in_passes():
+            self.sampling.lost(self.calls)
         self.passed(now_ns)
         if self._optimizers.is_pass_last:
             self._optimizers.is_pass_last = False
@@ -219,7 +219,8 @@ class Recording:
 
     def passed(self, now_ns: int) -> None:
         """Some time has, in which no step may have ended."""
-        if now_ns > self.sampling.until_ns:
+        # Within a pass nobody knows what DDP has in flight.
+        if now_ns > self.sampling.until_ns and not self.marks.is_in("backward"):
             self.sampling.too_long(self.calls)
 
     # ----------------------------------------------------------------------------------------------------------- end

@@ -48,6 +48,7 @@ _WAITS = (
     "an operation that began while torch's profiler ran did not end, as a receive that nobody sends for, or a send that nobody "
     "waits for: there are no samples until it has"
 )
+_LOST = "a backward pass failed in which DistributedDataParallel may have sums in flight: there are no more samples"
 _YIELDS = "the script runs torch's profiler itself: there are no samples while it does"
 
 
@@ -152,7 +153,7 @@ class Sampling:
         try:
             if self._profiler is not None:
                 settled(calls.in_flight, _LAST_PATIENCE_S)
-                self._stop(calls)
+                self._read_watch(self._stop(calls), 0)
         except Exception as error:
             self._failed(error)
 
@@ -180,7 +181,7 @@ class Sampling:
         ago, and were not waited for."""
         try:
             if self._profiler is not None:
-                if self._profiler.thread != threading.get_ident():
+                if self._profiler.thread is not threading.current_thread():
                     self._profiler = None  # the thread that trained has ended: nobody else can stop it
                     skip_destructors()
                     return
@@ -190,7 +191,8 @@ class Sampling:
                 self._finish(calls, _PATIENCE_S, is_last=True)
                 if self._profiler is not None:
                     skip_destructors()
-                    self._say(_WAITS)
+                    if not calls.in_flight.are_lost:
+                        self._say(_WAITS)
         except Exception as error:
             self._failed(error)
 
@@ -207,6 +209,12 @@ class Sampling:
         self._is_plain = False
         self.distance.double()
         self._say(why)
+
+    def lost(self, calls: Calls) -> None:
+        """A backward pass has failed in which DDP may have launched sums, within C++: nobody knows when these have ended."""
+        calls.in_flight.are_lost = True
+        self.abandon(calls)
+        self._say(_LOST)
 
     def too_long(self, calls: Calls) -> None:
         if self._watching.is_running and self._profiler is not None:
@@ -244,9 +252,9 @@ class Sampling:
         began_ns = time.monotonic_ns()
         usual_ns = round(statistics.median(self._plain)) if self._plain else 0
         if before is not None:
-            self._watching.started(before.end_ns)
-            self._profiler = Profiler(operators=False)
             self._is_plain = False
+            self._profiler = Profiler(operators=False)
+            self._watching.started(before.end_ns)
             self.until_ns = began_ns + max(_LEAST_NS, (target - before.number) * _LONG * usual_ns)
         else:
             self._profiler = Profiler(shapes=target != _PROBE and self._lead == LEAD)
@@ -286,7 +294,7 @@ class Sampling:
     def _paused_step(self, profiler: Profiler, calls: Calls) -> None:
         """The profiler waits for operations of an earlier step: look ever less often whether a backend's threads are calm."""
         profiler.paused_steps += 1
-        if profiler.paused_steps == _SAID and not calls.in_flight.is_empty():
+        if profiler.paused_steps == _SAID and not calls.in_flight.is_empty() and not calls.in_flight.are_lost:
             self._say(_WAITS)
         if calls.in_flight.is_empty() and profiler.paused_steps >= profiler.try_at:
             profiler.try_at = 2 * profiler.paused_steps
@@ -308,9 +316,7 @@ class Sampling:
             return
         profiler, over = self._stop(calls), self._over
         self._over = None
-        if self._watching.is_over:
-            self._watching.is_over = False
-            self._watching.read(profiler, lambda: self._cost + time.monotonic_ns() - began_ns, self._plain)
+        self._read_watch(profiler, began_ns)
         if over is None:
             return
         if over.step.number == _PROBE:
@@ -325,13 +331,24 @@ class Sampling:
             text = f"every {self._told} steps from here on: a sample costs {cost / 1e6:.1f} ms, a step takes {usual / 1e6:.1f}"
             self._put(Event(time.monotonic_ns(), "samples", text))
 
+    def _read_watch(self, profiler: Profiler, began_ns: int) -> None:
+        """If it has been one. What that costs counts since then, where it is not 0."""
+        if self._watching.is_over:
+            self._watching.is_over = False
+            since_ns = began_ns or time.monotonic_ns()
+            self._watching.read(profiler, lambda: self._cost + time.monotonic_ns() - since_ns, self._plain)
+
     def _stop(self, calls: Calls) -> Profiler:
         """The profiler that ran."""
         assert self._profiler is not None
         profiler, self._profiler = self._profiler, None
         self._watching.is_running = False
         calls.in_flight.clear()
-        profiler.stop()
+        try:
+            profiler.stop()
+        except BaseException:
+            skip_destructors()
+            raise
         return profiler
 
     def _read(self, profiler: Profiler, over: _Over, calls: Calls) -> int:
