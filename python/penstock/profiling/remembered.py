@@ -117,8 +117,7 @@ class _Memory:
             examples[number] = pairs
         if not examples:
             return None
-        # What of a watch queued outside a pass is told as issued when it was taken; that must not move the others.
-        shown = _Shown(examples.values(), statistics.median if record.endings else max)
+        shown = _Shown(examples.values(), is_of_engine=bool(record.endings))
         operations = {number: list(shown.as_shown(found)) for number, found in ended.items()}
         samples = {sample.step for sample in record.samples}
         return cls(operations, sorted(is_whole - samples))
@@ -178,9 +177,7 @@ class _Shown:
     """How samples show operations of the engine: by how much earlier they are issued and later they end, of operations that are
     alike; and for what they are, by their place among as many of a step."""
 
-    def __init__(
-        self, steps: Iterable[Sequence[tuple[Operation, Ended]]], usual: Callable[[Sequence[int]], float]
-    ) -> None:
+    def __init__(self, steps: Iterable[Sequence[tuple[Operation, Ended]]], *, is_of_engine: bool) -> None:
         issued: dict[_Key, list[int]] = {}
         ended: dict[_Key, list[int]] = {}
         self._purposes: dict[tuple[_Key, tuple[int, int]], collections.Counter[str]] = {}
@@ -194,10 +191,14 @@ class _Shown:
                 for place in ((counts[key], operation.number), _ANY):
                     self._purposes.setdefault((key, place), collections.Counter())[operation.purpose] += 1
                 self._ranks[operation.group] = operation.ranks
+        # Watches tell times as samples do, but of what queued outside a pass, which is told as issued when it was taken, and of
+        # what Python waited for: neither must move the others.
+        usual: Callable[[Sequence[int]], float] = statistics.median if is_of_engine else max
+        least: Callable[[Sequence[int]], int] = min if is_of_engine else max
         self._issued = {key: round(usual(each)) for key, each in issued.items()}
         # Some are noted later than that, by up to the 5 ms for which another of Python's threads keeps the interpreter. And a
         # sample shows all operations of a batch as one.
-        self._ended = {key: max(-NOTED_NS, min(*each, NOTED_NS)) for key, each in ended.items()}
+        self._ended = {key: max(-NOTED_NS, min(least(each), NOTED_NS)) for key, each in ended.items()}
 
     def as_shown(self, of_step: Sequence[Ended]) -> Iterator[tuple[str, Operation]]:
         """All operations of a step, with their channels."""

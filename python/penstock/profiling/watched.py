@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from penstock.profiling.intervals import union
 from penstock.profiling.matching import canonical
 from penstock.profiling.phases import backward_passes, pass_at
-from penstock.profiling.record import Ended, Operation, Ran, Record, Sample, Step
+from penstock.profiling.record import Ended, Operation, Ran, Record, Sample, Step, Wait
 
 __all__ = ["watched"]
 
@@ -115,6 +115,7 @@ class _Pattern:
         if places is None or not self._delays:
             return None
         passes = backward_passes(step)
+        blocking = _Blocking(step)
         queued = self._queued(ran, places)
         anchors: dict[int, tuple[int, int]] = {}
         """By pass: when an operation was issued in it that did not queue, and how long after it began one is in samples."""
@@ -135,7 +136,8 @@ class _Pattern:
                     anchors[which] = issued_ns, after_ns
             key = self._channels[at], one.name, like.peer
             number = step.number * _STEPS + numbers[key]
-            ended = Ended(key[0], number, like.group, one.name, max(0, issued_ns), one.ended_ns, like.peer)
+            ended_ns = blocking.ended_ns(one.name, like.group, issued_ns, one.ended_ns)
+            ended = Ended(key[0], number, like.group, one.name, max(0, issued_ns), ended_ns, like.peer)
             found.append(ended)
             numbers[key] += 1
         return found
@@ -173,6 +175,23 @@ class _Pattern:
         if len({which for which, _ in known}) != 1:
             return -1, 0
         return known[0][0], round(statistics.median(after_ns for _, after_ns in known))
+
+
+class _Blocking:
+    """Functions that wait for the operation that they have issued. Its end is noted by gloo's thread, maybe after they return."""
+
+    def __init__(self, step: Step) -> None:
+        self._waits: dict[tuple[str, str], list[Wait]] = {}
+        for wait in sorted(step.waits):
+            self._waits.setdefault((canonical(wait.operation), wait.group), []).append(wait)
+
+    def ended_ns(self, name: str, group: str, issued_ns: int, ended_ns: int) -> int:
+        """When an operation ended that a thread says has ended then."""
+        waits = self._waits.get((name, group), [])
+        at = bisect.bisect_right(waits, issued_ns + _GRAIN_NS, key=lambda wait: wait.start_ns) - 1
+        if at < 0 or waits[at].end_ns <= issued_ns:
+            return ended_ns
+        return min(ended_ns, waits[at].end_ns)
 
 
 def _named(shown: Iterable[Operation]) -> dict[str, list[tuple[str, int | None, int]]]:
