@@ -279,3 +279,26 @@ def test_the_case_of_the_page(tmp_path: pathlib.Path, root: pathlib.Path) -> Non
     took, before, predicted = map(float, told.groups())
     assert took < 0.8 * before and predicted < before / 2, said
     assert (tmp_path / "report.html").exists() and any((tmp_path / "penstock-profile-1-applied").glob("rank-*.jsonl"))
+
+
+def test_signals_that_another_thread_takes_are_handed_on(tmp_path: pathlib.Path) -> None:
+    """The kernel gives a signal to any thread that does not block it, such as those that numpy starts."""
+    program = (
+        "import pathlib, signal, sys, threading\n"
+        "from penstock.tools.profile import run\n"
+        "for number in (signal.SIGTERM, signal.SIGINT):\n"
+        "    signal.signal(number, signal.SIG_DFL)\n"
+        "for _ in range(8):\n"
+        "    threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "script = 'import signal; signal.signal(signal.SIGTERM, lambda *_: exit(7)); print(1, flush=True); signal.pause()'\n"
+        "sys.exit(run.run([sys.executable, '-c', script], pathlib.Path(sys.argv[1])))\n"
+    )
+    for turn in range(4):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        with forked.Popen(
+            [sys.executable, "-c", program, str(folder)], env=dict(os.environ), stdout=subprocess.PIPE, text=True
+        ) as job:
+            assert job.stdout is not None and job.stdout.readline() == "1\n"
+            job.send_signal(signal.SIGTERM)
+            assert job.wait(timeout=60) == 7

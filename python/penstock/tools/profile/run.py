@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import queue
 import re
 import shutil
 import signal
@@ -37,6 +38,9 @@ _OF_TERMINALS = {signal.SIGINT, signal.SIGQUIT}
 _HANDED_ON = {*_OF_TERMINALS, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _PATIENCE_S = 1.0
 """For a script to end by an interrupt that its whole group got."""
+
+_LOOK_S = 0.2
+"""In which a signal that another thread has taken is handed on."""
 
 SAYS = "penstock profile: "
 """Before what the command says that is not its answer, on standard error: complaints above all."""
@@ -132,16 +136,17 @@ def run(
     """
     # A signal that is ignored, as under nohup, stays so here and in the command.
     numbers = {number for number in _HANDED_ON if signal.getsignal(number) != signal.SIG_IGN}
-    early: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: early.append(number)) for number in numbers}
+    # Those that come while the child starts; later, those that another thread of this process takes.
+    taken: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    before = {number: signal.signal(number, lambda number, _: taken.put(number)) for number in numbers}
     # Who ignores that children end is told no exit code of theirs.
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with contextlib.suppress(OSError):  # then there are no marks
         _marks(folder).mkdir(parents=True, exist_ok=True)
     try:
         with subprocess.Popen(command, env=environment(folder, settings, period_ms), stdout=stdout) as child:
-            with _handing_on(child, numbers, early):
-                code = child.wait()
+            with _handing_on(child, numbers, taken):
+                code = _ended(child)
     except OSError as error:
         _clear(folder)
         raise Config(
@@ -170,14 +175,24 @@ def environment(
     return env
 
 
+def _ended(child: subprocess.Popen[bytes]) -> int:
+    """Its exit code, once it has ended. Handlers of signals run meanwhile: `Popen.wait` is not interrupted by a signal that
+    another thread takes."""
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return child.wait(_LOOK_S)
+
+
 @contextlib.contextmanager
-def _handing_on(child: subprocess.Popen[bytes], numbers: Set[int], early: Sequence[int]) -> Iterator[None]:
+def _handing_on(
+    child: subprocess.Popen[bytes], numbers: Set[int], taken: queue.SimpleQueue[int | None]
+) -> Iterator[None]:
     """Send signals on to the child, but for those of a terminal, which reach it anyway.
 
     Args:
-        early: those that came while the child started.
+        taken: those that a handler got: while the child started, or in a thread that does not block signals, as numpy's.
 
-    *Why a thread?* A handler in Python is not told who sent a signal; what waits for signals is.
+    *Why threads?* A handler in Python is not told who sent a signal; what waits for signals is.
     """
     watched, has_ended = {*numbers, signal.SIGCHLD}, threading.Event()
 
@@ -186,9 +201,11 @@ def _handing_on(child: subprocess.Popen[bytes], numbers: Set[int], early: Sequen
         if number not in _OF_TERMINALS or not has_ended.wait(_PATIENCE_S):
             child.send_signal(number)
 
-    def watch() -> None:
-        for number in early:
+    def hand_on_taken() -> None:
+        while (number := taken.get()) is not None:
             hand_on(number)
+
+    def watch() -> None:
         while True:
             info = signal.sigwaitinfo(watched)
             is_of_kernel = info.si_code > 0
@@ -200,6 +217,8 @@ def _handing_on(child: subprocess.Popen[bytes], numbers: Set[int], early: Sequen
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     thread = threading.Thread(target=watch, name="penstock-signals", daemon=True)
     thread.start()
+    other = threading.Thread(target=hand_on_taken, name="penstock-taken", daemon=True)
+    other.start()
     try:
         yield
     finally:
@@ -207,6 +226,8 @@ def _handing_on(child: subprocess.Popen[bytes], numbers: Set[int], early: Sequen
         assert thread.ident is not None, "it was started"
         signal.pthread_kill(thread.ident, signal.SIGCHLD)
         thread.join()
+        taken.put(None)
+        other.join()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
