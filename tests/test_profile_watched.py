@@ -132,9 +132,11 @@ def test_messages_both_ways_are_numbered_alike_on_both_ranks() -> None:
     assert told[0] == told[1] and len(told[0]) == 6
 
 
-@pytest.mark.parametrize("count", [8, 40])
-def test_sums_after_the_pass_that_queue(count: int) -> None:
-    """All issued at once when the backward pass has ended, and waited for one by one: most are taken much later."""
+@pytest.mark.parametrize("work_ms", [0, 3])
+@pytest.mark.parametrize("count", [4, 8, 40])
+def test_sums_after_the_pass_that_queue(count: int, work_ms: int) -> None:
+    """All issued at once when the backward pass has ended, and waited for one by one, with work between: most are taken later,
+    during the wait for another."""
     records = []
     for record in data_parallel(2, STEPS, range(STEPS), buckets=1, wire_ns=count * 5 * MS):
         steps, samples = [], []
@@ -151,7 +153,7 @@ def test_sums_after_the_pass_that_queue(count: int) -> None:
             ]
             spans = [span._replace(end_ns=whole.issued_ns) if span.phase == "backward" else span for span in step.spans]
             ends = [whole.issued_ns + 1000 + at * 5 * MS for at in range(count + 1)]
-            waits = [Wait(a, min(b, whole.ended_ns), "all_reduce", "0") for a, b in itertools.pairwise(ends)]
+            waits = [Wait(a + work_ms * MS, b, "all_reduce", "0") for a, b in itertools.pairwise(ends)]
             steps.append(step._replace(spans=tuple(spans), waits=tuple(waits)))
             samples.append(replace(sample, operations=tuple(operations)))
         records.append(replace(record, steps=steps, samples=samples))

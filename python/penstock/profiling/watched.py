@@ -78,6 +78,8 @@ class _Pattern:
     """By name: the least time from issue until a thread takes it."""
     _passes: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """By place among all: in which backward pass it was issued in samples, and how long after that began."""
+    _awaited: dict[int, bool] = field(default_factory=dict)
+    """By place among all: whether in samples it was issued in a wait for it, as by a function that blocks."""
 
     def __post_init__(self) -> None:
         # A send and a receive are one operation. A text for each place, not for each operation: names may be long.
@@ -97,7 +99,7 @@ class _Pattern:
         places = self._places(ran)
         if places is None:
             return
-        passes = backward_passes(step)
+        passes, waits = backward_passes(step), _Waits(step)
         own: dict[str, collections.deque[int]] = {}
         for each in shown:
             own.setdefault(canonical(each.name), collections.deque()).append(each.issued_ns)
@@ -105,6 +107,8 @@ class _Pattern:
             issued_ns = own[one.name].popleft()
             self._is_clear = self._is_clear and one.began_ns >= issued_ns - _GRAIN_NS
             self._delays[one.name] = min(self._delays.get(one.name, one.began_ns), max(0, one.began_ns - issued_ns))
+            is_awaited = waits.end_ns(one.name, self.shown[at].group, issued_ns) is not None
+            self._awaited[at] = self._awaited.get(at, True) and is_awaited
             which = pass_at(passes, issued_ns)
             if which >= 0:
                 self._passes.setdefault(at, []).append((which, issued_ns - passes[which][0]))
@@ -115,7 +119,7 @@ class _Pattern:
         if places is None or not self._delays:
             return None
         passes = backward_passes(step)
-        blocking = _Blocking(step)
+        waits = _Waits(step)
         queued = self._queued(ran, places)
         anchors: dict[int, tuple[int, int]] = {}
         """By pass: when an operation was issued in it that did not queue, and how long after it began one is in samples."""
@@ -136,7 +140,9 @@ class _Pattern:
                     anchors[which] = issued_ns, after_ns
             key = self._channels[at], one.name, like.peer
             number = step.number * _STEPS + numbers[key]
-            ended_ns = blocking.ended_ns(one.name, like.group, issued_ns, one.ended_ns)
+            # gloo's thread may note its end after whoever waited for it went on.
+            until_ns = waits.end_ns(one.name, like.group, issued_ns) if self._awaited.get(at) else None
+            ended_ns = one.ended_ns if until_ns is None else min(one.ended_ns, until_ns)
             ended = Ended(key[0], number, like.group, one.name, max(0, issued_ns), ended_ns, like.peer)
             found.append(ended)
             numbers[key] += 1
@@ -177,21 +183,19 @@ class _Pattern:
         return known[0][0], round(statistics.median(after_ns for _, after_ns in known))
 
 
-class _Blocking:
-    """Functions that wait for the operation that they have issued. Its end is noted by gloo's thread, maybe after they return."""
+class _Waits:
+    """A step's marked waits."""
 
     def __init__(self, step: Step) -> None:
         self._waits: dict[tuple[str, str], list[Wait]] = {}
         for wait in sorted(step.waits):
             self._waits.setdefault((canonical(wait.operation), wait.group), []).append(wait)
 
-    def ended_ns(self, name: str, group: str, issued_ns: int, ended_ns: int) -> int:
-        """When an operation ended that a thread says has ended then."""
+    def end_ns(self, name: str, group: str, issued_ns: int) -> int | None:
+        """The end of the wait for such an operation that goes on when one is issued; None: there is none."""
         waits = self._waits.get((name, group), [])
         at = bisect.bisect_right(waits, issued_ns + _GRAIN_NS, key=lambda wait: wait.start_ns) - 1
-        if at < 0 or waits[at].end_ns <= issued_ns:
-            return ended_ns
-        return min(ended_ns, waits[at].end_ns)
+        return waits[at].end_ns if at >= 0 and waits[at].end_ns > issued_ns else None
 
 
 def _named(shown: Iterable[Operation]) -> dict[str, list[tuple[str, int | None, int]]]:
