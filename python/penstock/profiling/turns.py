@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from penstock.profiling.breakdown import OTHER, PURPOSES, SYNC
 from penstock.profiling.clocks import Clock
-from penstock.profiling.intervals import Piece
 from penstock.profiling.matching import Kind, Meeting
 from penstock.profiling.phases import backward_passes, held_up, pass_at
 from penstock.profiling.record import Operation, Record, Step
@@ -65,7 +64,7 @@ def turns(records: Sequence[Record], met: Iterable[Meeting], clock_of: Mapping[s
     unsure = {rank: each.precision_ns for rank, each in clock.items()}
     only_one_host = len(clock_of) == 1
     recorded = {(record.header.rank, step.number): step for record in records for step in record.steps}
-    passes: dict[tuple[int, int], list[Piece[None]]] = {}
+    ends: dict[tuple[int, int], _Passes] = {}
     held = {
         (record.header.rank, step.number): held_up(step)
         for record in records
@@ -125,9 +124,10 @@ def turns(records: Sequence[Record], met: Iterable[Meeting], clock_of: Mapping[s
             step = recorded.get((rank, meeting.step))
             if operation.purpose == SYNC and step is not None:
                 key = rank, meeting.step
-                if key not in passes:
-                    passes[key] = backward_passes(step)
-                _end_with_pass(found.courses[rank][meeting.step], step, passes[key])
+                if key not in ends:
+                    ends[key] = _Passes(step)
+                courses = found.courses[rank][meeting.step]
+                courses[-1] = ends[key].ended(courses[-1])
     for steps in found.courses.values():
         for courses in steps.values():
             courses.sort(
@@ -159,20 +159,30 @@ def _judge(
     _add(found, rank, step, Course(operation, operation.issued_ns + wait_ns, whom, True, profiler_ns))
 
 
-def _end_with_pass(courses: list[Course], step: Step, passes: Sequence[Piece[None]]) -> None:
-    """DDP has waited for its sums when a backward pass ends. A backend's thread may note the end of one later: it first runs what
-    a hook of the script makes of the result, and then waits for the interpreter's lock. Of the last course."""
-    course, operation = courses[-1], courses[-1].operation
-    which = pass_at(passes, operation.issued_ns)
-    if which < 0 or not course.is_known or "/" in operation.group:  # of a GradientReducer, which may wait later
-        return
-    end_ns = passes[which][1]
-    is_waited_for_later = any(
-        wait.start_ns >= end_ns and wait.operation in ("", operation.name) and wait.group in ("", operation.group)
-        for wait in step.waits
-    )
-    if 0 < operation.ended_ns - end_ns <= NOTED_NS and not is_waited_for_later:
-        courses[-1] = course._replace(turn_ns=min(course.turn_ns, end_ns), longest_ns=end_ns - operation.issued_ns)
+class _Passes:
+    """The backward passes of a step. DDP has waited for its sums when one ends."""
+
+    def __init__(self, step: Step) -> None:
+        self._passes = backward_passes(step)
+        self._waited_ns: dict[tuple[str, str], int] = {}
+        """By operation and group: when the last marked wait began."""
+        for wait in step.waits:
+            key = wait.operation, wait.group
+            self._waited_ns[key] = max(self._waited_ns.get(key, 0), wait.start_ns)
+
+    def ended(self, course: Course) -> Course:
+        """With the pass, if no wait after that is for it. A backend's thread may note the end later: it first runs what a hook of
+        the script makes of the result, and then waits for the interpreter's lock."""
+        operation = course.operation
+        which = pass_at(self._passes, operation.issued_ns)
+        if which < 0 or not course.is_known or "/" in operation.group:  # of a GradientReducer, which may wait later
+            return course
+        end_ns = self._passes[which][1]
+        keys = [(name, group) for name in (operation.name, "") for group in (operation.group, "")]
+        is_waited_for_later = any(self._waited_ns.get(key, -1) >= end_ns for key in keys)
+        if not 0 < operation.ended_ns - end_ns <= NOTED_NS or is_waited_for_later:
+            return course
+        return course._replace(turn_ns=min(course.turn_ns, end_ns), longest_ns=end_ns - operation.issued_ns)
 
 
 def _add(found: Turns, rank: int, step: int, course: Course) -> None:
