@@ -8,7 +8,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from penstock.profiling.breakdown import PHASES
+import pytest
+
+from penstock.profiling.breakdown import PHASES, Breakdown, Moving
 from penstock.profiling.intervals import union
 from penstock.profiling.record import Ended, Endings, Header, Operation, Ran, Record, Sample, Span, Step, Wait, Watch
 
@@ -193,6 +195,30 @@ def pipeline(stages: int, ranks: int, steps: int, draw: random.Random, micro_bat
             records[rank].samples.append(Sample(number, busy, tuple(operations)))
             now[rank] = span.end_ns
     return records
+
+
+def uneven(seed: int, world: int = 2, steps: int = 40, buckets: int = 0) -> list[Record]:
+    """Data parallel: in each step some ranks begin later, and others wait for them, hidden and then exposed."""
+    draw = random.Random(f"uneven {seed}")
+    late = {(rank, step): draw.randrange(40) * 1_000_000 for rank in range(world) for step in range(steps)}
+    return data_parallel(world, steps, range(steps), evaluation_ns=late, buckets=buckets or draw.randint(2, 4))
+
+
+def parts(moving: Moving) -> list[float]:
+    return [moving.exposed_wire_ns, moving.exposed_wait_ns, moving.hidden_wire_ns, moving.hidden_wait_ns]
+
+
+def agree(one: Breakdown, other: Breakdown, near: float = 1e-6) -> bool:
+    """Work by phase, and communication by purpose, of all ranks."""
+    return all(
+        a.work == pytest.approx(b.work, rel=near)
+        and a.communication.keys() == b.communication.keys()
+        and all(
+            parts(a.communication[purpose]) == pytest.approx(parts(b.communication[purpose]), rel=near, abs=1000)
+            for purpose in b.communication
+        )
+        for a, b in zip(one.shares, other.shares, strict=True)
+    )
 
 
 def wild(seed: int, most: int | None = None) -> list[Record]:

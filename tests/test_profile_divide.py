@@ -773,7 +773,7 @@ def _state(
         is_pass = span.phase == "backward" and purpose == SYNC
         if is_pass and span.start_ns <= operation.issued_ns < span.end_ns:
             end = _whole_pass(record, number, span)
-            if end <= tick and operation.ended_ns - end <= turns.NOTED_NS:
+            if end <= tick and operation.ended_ns - end <= turns.LOCK_NS:
                 return 3, (), ""
     return int(tick < max(partners)), age, purpose
 
@@ -785,7 +785,7 @@ def test_the_division_agrees_with_an_oracle_that_looks_at_every_tick(
     """On random small jobs the phases, what is exposed and what is hidden are those that a search tick by tick finds."""
     monkeypatch.setattr(module, "GAP_NS", 3)
     monkeypatch.setattr(module, "WAKE_NS", 2)
-    monkeypatch.setattr(turns, "NOTED_NS", 3)
+    monkeypatch.setattr(turns, "LOCK_NS", 3)
     compared = 0
     for seed in range(first, first + 50):
         records = a_job(seed)

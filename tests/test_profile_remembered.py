@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from penstock.profiling.breakdown import Breakdown, Moving
 from penstock.profiling.divide import divide
 from penstock.profiling.intervals import without
 from penstock.profiling.record import Ended, Endings, Record
 from penstock.profiling.remembered import _Memory
 from penstock.tools.profile.recorder.engine import Memory
-from profiles import data_parallel, pipeline, shifted
+from profiles import agree, data_parallel, parts, pipeline, shifted, uneven
 
 MS = 1_000_000
 SYNC = "data-parallel sync"
@@ -47,29 +46,10 @@ def told(records: list[Record], sampled: Collection[int] = SAMPLED, lines: int =
     return found
 
 
-def job(seed: int, world: int = 2, steps: int = STEPS) -> list[Record]:
-    """In each step some ranks begin later, and others wait for them: hidden, then exposed."""
-    draw = random.Random(f"remembered {seed}")
-    late = {(rank, step): draw.randrange(40) * MS for rank in range(world) for step in range(steps)}
-    return data_parallel(world, steps, range(steps), evaluation_ns=late, buckets=draw.randint(2, 4))
-
-
-def parts(moving: Moving) -> list[float]:
-    return [moving.exposed_wire_ns, moving.exposed_wait_ns, moving.hidden_wire_ns, moving.hidden_wait_ns]
-
-
-def agree(one: Breakdown, other: Breakdown, near: float = 1e-6) -> bool:
-    return all(
-        a.work == pytest.approx(b.work, rel=near)
-        and parts(a.communication[SYNC]) == pytest.approx(parts(b.communication[SYNC]), rel=near, abs=1000)
-        for a, b in zip(one.shares, other.shares, strict=True)
-    )
-
-
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("world", [2, 3])
 def test_it_is_as_if_all_steps_had_samples(seed: int, world: int) -> None:
-    records = job(seed, world)
+    records = uneven(seed, world)
     remembered = divide(told(records))
     assert remembered.problems == () and [share.sampled for share in remembered.shares] == [3] * world
     assert agree(remembered, divide(records))
@@ -115,7 +95,7 @@ def test_short_pauses_between_operators_are_no_waits() -> None:
 
 def test_the_torn_end_of_a_record_counts_by_its_marks() -> None:
     """What ended after the last line is unknown: those steps are told as others without a sample are."""
-    all_ = told(job(1))
+    all_ = told(uneven(1))
     whole, cut = divide(all_), divide([replace(each, endings=each.endings[:4]) for each in all_])
     for share, truly in zip(cut.shares, whole.shares, strict=True):
         assert share.work == pytest.approx(truly.work, rel=0.02)
@@ -146,7 +126,7 @@ def _renumbered(record: Record) -> Record:
 @pytest.mark.parametrize("change", [_missing, _renumbered])
 def test_steps_that_are_not_wholly_told_are_left_to_the_marks(change: Callable[[Record], Record]) -> None:
     """On one rank some operations of a step are missing, or do not meet the other's: those steps alone are less sure."""
-    records = job(2)
+    records = uneven(2)
     first, second = told(records)
     changed = divide([first, change(second)])
     assert changed.problems == ()
@@ -173,13 +153,13 @@ def _with_more(record: Record) -> Record:
 def test_an_engine_that_tells_something_else_than_the_samples_is_not_believed(
     change: Callable[[Record], Record],
 ) -> None:
-    changed = [change(each) for each in told(job(3))]
+    changed = [change(each) for each in told(uneven(3))]
     assert divide(changed) == divide([replace(each, endings=[]) for each in changed])
 
 
 def test_a_thread_that_stands_still_before_its_last_operation_is_told_by_samples() -> None:
     """In the midst of a pass, as where a hook waits: the last operation says nothing of when it stands still."""
-    records = job(4)
+    records = uneven(4)
 
     def paused(record: Record) -> Record:
         samples = []
@@ -211,8 +191,8 @@ def test_launches_of_many_operations_are_told_by_samples() -> None:
 
 
 def test_an_operation_that_no_sample_shows_counts_for_other_purposes() -> None:
-    """A sum of metrics now and then, hidden in the forward pass."""
-    first, second = told(job(5))
+    """A sum of metrics now and then, hidden in the forward pass, which both ranks begin within its 8 ms."""
+    first, second = told(uneven(7))
 
     def with_metrics(record: Record) -> Record:
         step = record.steps[20]
@@ -325,7 +305,7 @@ def test_what_cannot_be_told_counts_as_missing() -> None:
 
 def test_an_operation_that_was_dropped_long_after_its_issue_is_missing_in_its_step() -> None:
     """A receive of step 10 was dropped in step 30: both are left to the marks, and those between."""
-    first, _ = told(job(8))
+    first, _ = told(uneven(8))
     early = first.steps[10].start_ns + 1
     lines = list(first.endings)
     at = next(at for at, line in enumerate(lines) if line.until_ns > first.steps[30].start_ns)
@@ -377,7 +357,7 @@ def test_each_of_a_batch_ends_when_the_engine_says() -> None:
 
 
 def test_what_runs_on_into_the_next_step_is_hidden_there() -> None:
-    records = told(job(6))
+    records = told(uneven(6))
     plain = divide(records)
     longer = []
     for record in records:

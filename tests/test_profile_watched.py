@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import forked
-from penstock.profiling.breakdown import Breakdown, Moving
+from penstock.profiling.breakdown import Breakdown
 from penstock.profiling.clocks import clocks
 from penstock.profiling.divide import divide
 from penstock.profiling.matching import meetings
@@ -26,7 +26,7 @@ from penstock.tools.profile import run
 from penstock.tools.profile.recorder.sampling import Sampling
 from penstock.tools.profile.recorder.slots import SLOT
 from penstock.tools.profile.recorder.watching import Watching
-from profiles import data_parallel, header, pipeline, shifted
+from profiles import agree, data_parallel, header, pipeline, shifted, uneven
 
 MS = 1_000_000
 SYNC = "data-parallel sync"
@@ -70,33 +70,10 @@ def unwatched(records: list[Record]) -> Breakdown:
     return divide([replace(each, watches=[]) for each in records])
 
 
-def job(seed: int, world: int = 2, buckets: int = 0) -> list[Record]:
-    """In each step some ranks begin later, and others wait for them: hidden, then exposed."""
-    draw = random.Random(f"watched {seed}")
-    late = {(rank, step): draw.randrange(40) * MS for rank in range(world) for step in range(STEPS)}
-    return data_parallel(world, STEPS, range(STEPS), evaluation_ns=late, buckets=buckets or draw.randint(2, 4))
-
-
-def parts(moving: Moving) -> list[float]:
-    return [moving.exposed_wire_ns, moving.exposed_wait_ns, moving.hidden_wire_ns, moving.hidden_wait_ns]
-
-
-def agree(one: Breakdown, other: Breakdown, near: float = 1e-6) -> bool:
-    return all(
-        a.work == pytest.approx(b.work, rel=near)
-        and a.communication.keys() == b.communication.keys()
-        and all(
-            parts(a.communication[purpose]) == pytest.approx(parts(b.communication[purpose]), rel=near, abs=1000)
-            for purpose in b.communication
-        )
-        for a, b in zip(one.shares, other.shares, strict=True)
-    )
-
-
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("world", [2, 3])
 def test_it_is_as_if_watched_steps_had_samples(seed: int, world: int) -> None:
-    records = job(seed, world)
+    records = uneven(seed, world)
     found = divide(watched(records))
     assert found.problems == () and [share.sampled for share in found.shares] == [3] * world
     assert agree(found, divide(records)) and not agree(unwatched(watched(records)), divide(records), near=0.02)
@@ -193,7 +170,7 @@ def test_an_operation_that_is_taken_in_the_next_step_is_not_that_ones() -> None:
             late.append(replace(watch, operations=(*last, *first)))
         return replace(record, watches=late)
 
-    changed = [shifted_by_one(each) for each in watched(job(6))]
+    changed = [shifted_by_one(each) for each in watched(uneven(6))]
     assert divide(changed) == unwatched(changed)
 
 
@@ -215,7 +192,7 @@ def test_two_hosts_with_clocks_of_their_own() -> None:
 
 def test_steps_that_were_not_watched_are_left_to_the_marks() -> None:
     """By one rank, or by none."""
-    records = job(1)
+    records = uneven(1)
     first, second = watched(records, steps=range(20))[0], watched(records, steps=[*range(10), *range(15, 40)])[1]
     found = divide([first, second])
     assert found.problems == ()
@@ -238,7 +215,7 @@ def test_a_step_with_other_operations_than_samples_is_left_to_the_marks(
     more: Callable[[Record, Step], list[Ran]],
 ) -> None:
     """As where it ends with a checkpoint: which of its sums is whose, nobody knows."""
-    records = job(2)
+    records = uneven(2)
     step = 20
 
     def changed(record: Record) -> Record:
@@ -253,7 +230,7 @@ def test_a_step_with_other_operations_than_samples_is_left_to_the_marks(
 
 def test_samples_that_differ_name_nothing() -> None:
     """Two groups' sums in another order: which is first in a step that nobody sampled?"""
-    records = job(3, buckets=2)
+    records = uneven(3, buckets=2)
 
     def of_two(record: Record) -> Record:
         samples = []
@@ -283,7 +260,7 @@ def test_nothing_of_what_samples_show_otherwise_is_believed() -> None:
         ]
         return replace(record, samples=samples)
 
-    changed = [scattered(each) for each in watched(job(4))]
+    changed = [scattered(each) for each in watched(uneven(4))]
     assert divide(changed) == unwatched(changed)
 
 

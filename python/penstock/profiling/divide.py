@@ -248,8 +248,8 @@ def _share(
         )
     elif sums.running_on > 0.01 * sum(step.end_ns - step.start_ns for step in counted):
         problems.append(
-            f"operations of rank {rank} run on after their step for {sums.running_on / len(counted) / 1e6:.3f} ms a step, where "
-            "only the next sample could see them: hidden communication is more than shown"
+            f"operations of rank {rank} run on after their step for {sums.running_on / len(counted) / 1e6:.3f} ms a step, into "
+            "steps whose operations are not known: hidden communication is more than shown"
         )
     dropped = sum(sample.dropped for sample in record.samples)
     if dropped:

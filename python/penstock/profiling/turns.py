@@ -180,7 +180,7 @@ class _Passes:
         end_ns = self._passes[which][1]
         keys = [(name, group) for name in (operation.name, "") for group in (operation.group, "")]
         is_waited_for_later = any(self._waited_ns.get(key, -1) >= end_ns for key in keys)
-        if not 0 < operation.ended_ns - end_ns <= NOTED_NS or is_waited_for_later:
+        if not 0 < operation.ended_ns - end_ns <= LOCK_NS or is_waited_for_later:
             return course
         return course._replace(turn_ns=min(course.turn_ns, end_ns), longest_ns=end_ns - operation.issued_ns)
 
@@ -189,7 +189,7 @@ def _add(found: Turns, rank: int, step: int, course: Course) -> None:
     found.courses.setdefault(rank, {}).setdefault(step, []).append(course)
 
 
-NOTED_NS = 5_000_000
-"""For so long another of Python's threads keeps the lock."""
+LOCK_NS = 5_000_000
+"""For so long another of Python's threads keeps the interpreter's lock."""
 GRAIN_NS = 10_000
 """torch's profiler writes microseconds, and its clock is converted."""

@@ -13,6 +13,7 @@ from penstock.profiling.intervals import union
 from penstock.profiling.matching import canonical
 from penstock.profiling.phases import backward_passes, pass_at
 from penstock.profiling.record import Ended, Operation, Ran, Record, Sample, Step, Wait
+from penstock.profiling.turns import GRAIN_NS
 
 __all__ = ["watched"]
 
@@ -20,9 +21,8 @@ _THREADS = 2
 """Of a group of gloo's: the third operation in flight waits in a queue until one has ended."""
 _TAKES_NS = 500_000
 """Later a thread is free, and what it takes then has not waited for it."""
-_GRAIN_NS = 10_000
-_STEPS = 1 << 24
-"""Operations of a step have numbers from its own times this on."""
+_NUMBERS = 1 << 24
+"""For the operations of each step."""
 
 _Counts = frozenset[tuple[str, int]]
 """How many operations of each name a step has."""
@@ -105,7 +105,7 @@ class _Pattern:
             own.setdefault(canonical(each.name), collections.deque()).append(each.issued_ns)
         for at, one in zip(places, ran, strict=True):
             issued_ns = own[one.name].popleft()
-            self._is_clear = self._is_clear and one.began_ns >= issued_ns - _GRAIN_NS
+            self._is_clear = self._is_clear and one.began_ns >= issued_ns - GRAIN_NS
             self._delays[one.name] = min(self._delays.get(one.name, one.began_ns), max(0, one.began_ns - issued_ns))
             is_awaited = waits.end_ns(one.name, self.shown[at].group, issued_ns) is not None
             self._awaited[at] = self._awaited.get(at, True) and is_awaited
@@ -120,7 +120,7 @@ class _Pattern:
             return None
         passes = backward_passes(step)
         waits = _Waits(step)
-        queued = self._queued(ran, places)
+        queued = self._have_queued(ran, places)
         anchors: dict[int, tuple[int, int]] = {}
         """By pass: when an operation was issued in it that did not queue, and how long after it began one is in samples."""
         numbers: collections.Counter[tuple[str, str, int | None]] = collections.Counter()
@@ -131,7 +131,7 @@ class _Pattern:
             which, after_ns = self._usual(at)
             if 0 <= which < len(passes):
                 start_ns = passes[which][0]
-                if one.began_ns < start_ns - _GRAIN_NS:
+                if one.began_ns < start_ns - GRAIN_NS:
                     return None  # of the step before
                 anchor_ns, usual_ns = anchors.get(which, (start_ns, 0))
                 if has_queued:
@@ -139,7 +139,7 @@ class _Pattern:
                 else:
                     anchors[which] = issued_ns, after_ns
             key = self._channels[at], one.name, like.peer
-            number = step.number * _STEPS + numbers[key]
+            number = step.number * _NUMBERS + numbers[key]
             # gloo's thread may note its end after whoever waited for it went on.
             until_ns = waits.end_ns(one.name, like.group, issued_ns) if self._awaited.get(at) else None
             ended_ns = one.ended_ns if until_ns is None else min(one.ended_ns, until_ns)
@@ -163,7 +163,7 @@ class _Pattern:
                 return None
         return [of[one.name].popleft() for one in ran]
 
-    def _queued(self, ran: Sequence[Ran], places: Sequence[int]) -> list[bool]:
+    def _have_queued(self, ran: Sequence[Ran], places: Sequence[int]) -> list[bool]:
         """Whether each operation waited for a thread of its group."""
         found = [False] * len(ran)
         groups: dict[str, list[int]] = {}
@@ -194,7 +194,7 @@ class _Waits:
     def end_ns(self, name: str, group: str, issued_ns: int) -> int | None:
         """The end of the wait for such an operation that goes on when one is issued; None: there is none."""
         waits = self._waits.get((name, group), [])
-        at = bisect.bisect_right(waits, issued_ns + _GRAIN_NS, key=lambda wait: wait.start_ns) - 1
+        at = bisect.bisect_right(waits, issued_ns + GRAIN_NS, key=lambda wait: wait.start_ns) - 1
         return waits[at].end_ns if at >= 0 and waits[at].end_ns > issued_ns else None
 
 
@@ -212,7 +212,7 @@ def _queued(ran: Sequence[Ran]) -> list[bool]:
     for one in ran:
         while busy and busy[0] <= one.began_ns - _TAKES_NS:
             heapq.heappop(busy)
-        found.append(len(busy) >= _THREADS and busy[0] <= one.began_ns + _GRAIN_NS)
+        found.append(len(busy) >= _THREADS and busy[0] <= one.began_ns + GRAIN_NS)
         heapq.heappush(busy, one.ended_ns)
     return found
 

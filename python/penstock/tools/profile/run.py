@@ -192,7 +192,8 @@ def _handing_on(
     Args:
         taken: those that a handler got: while the child started, or in a thread that does not block signals, as numpy's.
 
-    *Why threads?* A handler in Python is not told who sent a signal; what waits for signals is.
+    *Why threads?* A handler in Python is not told who sent a signal; what waits for signals is. So an interrupt of a terminal
+    that another thread takes is handed on, too, if the child has not ended within `_PATIENCE_S`.
     """
     watched, has_ended = {*numbers, signal.SIGCHLD}, threading.Event()
 

@@ -18,16 +18,16 @@ from penstock.profiling.record import Ended, Endings, Event, Readings
 from penstock.tools.profile.recorder.collectives import ALIKE
 from penstock.tools.profile.recorder.kineto import Call
 
-__all__ = ["Memory", "readings"]
+__all__ = ["AT_ONCE", "MOST", "Memory", "readings"]
 
 _CHANNEL = re.compile(r"^(.*)/(rounds|buckets|sparse)\d*$")
 """Of a group: in which a reducer agrees on what is ready, and sums it."""
 
-_MOST = 200_000
+MOST = 200_000
 """Operations that are written of a run: 16 MB. Later ones are known in samples alone."""
 _RECENT = 1024
 """Sums of reducers that a sample may ask for: as many as the engine remembers."""
-_AT_ONCE = 64
+AT_ONCE = 64
 """In a line. What makes lines into text holds the interpreter's lock meanwhile."""
 _LATE = "the engine's operations from here on, but for those in samples: a record keeps {:,}"
 
@@ -100,12 +100,12 @@ class Memory:
             self._missing += missing + len(found)  # until all are told, whatever happens
             ended = [self._ended(one) for one in found if one[1] is not None and (one[3] or one[2] not in ALIKE)]
             self._missing -= len(found)
-            if self._written >= _MOST:
+            if self._written >= MOST:
                 return
-            for at in range(0, max(len(ended), 1), _AT_ONCE):
-                some = tuple(ended[at : at + _AT_ONCE])
+            for at in range(0, max(len(ended), 1), AT_ONCE):
+                some = tuple(ended[at : at + AT_ONCE])
                 # Only the last line says that all are told until now, and how many are not.
-                is_last = at + _AT_ONCE >= len(ended)
+                is_last = at + AT_ONCE >= len(ended)
                 line = Endings(self._until_ns, 0, some)
                 if is_last:
                     line = Endings(now_ns, self._missing, some, self._since_ns)
@@ -115,8 +115,8 @@ class Memory:
                 elif is_last:
                     self._until_ns, self._missing, self._since_ns = now_ns, 0, 0
             self._written += len(ended)
-            if self._written >= _MOST:
-                self._put(Event(now_ns, "left out", _LATE.format(_MOST)))
+            if self._written >= MOST:
+                self._put(Event(now_ns, "left out", _LATE.format(MOST)))
 
     def reductions(self, start_ns: int) -> list[Call]:
         """What Penstock's own reducers have sent since then, as far as it has ended."""

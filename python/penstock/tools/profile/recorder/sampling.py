@@ -153,7 +153,7 @@ class Sampling:
         try:
             if self._profiler is not None:
                 settled(calls.in_flight, _LAST_PATIENCE_S)
-                self._read_watch(self._stop(calls), 0)
+                self._read_watch(self._stop(calls), time.monotonic_ns())
         except Exception as error:
             self._failed(error)
 
@@ -332,11 +332,14 @@ class Sampling:
             self._put(Event(time.monotonic_ns(), "samples", text))
 
     def _read_watch(self, profiler: Profiler, began_ns: int) -> None:
-        """If it has been one. What that costs counts since then, where it is not 0."""
+        """If the profiler that has stopped was one.
+
+        Args:
+            began_ns: since when this costs time.
+        """
         if self._watching.is_over:
             self._watching.is_over = False
-            since_ns = began_ns or time.monotonic_ns()
-            self._watching.read(profiler, lambda: self._cost + time.monotonic_ns() - since_ns, self._plain)
+            self._watching.read(profiler, lambda: self._cost + time.monotonic_ns() - began_ns, self._plain)
 
     def _stop(self, calls: Calls) -> Profiler:
         """The profiler that ran."""

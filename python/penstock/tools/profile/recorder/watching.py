@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.profiling.record import Event, Ran, Step, Watch
 from penstock.tools.profile.recorder import slots
+from penstock.tools.profile.recorder.engine import AT_ONCE, MOST
 from penstock.tools.profile.recorder.kineto import spans, watched
 from penstock.tools.profile.recorder.profiler import Profiler
 from penstock.tools.profile.recorder.slots import LEAD, SLOT, Distance
@@ -23,8 +24,6 @@ _BEFORE = 4
 """Steps from the last one to the start of the next sample's profiler: what is in flight may have to end first."""
 _MOST_SPANS = 1_000
 """A step with more operations and spans is not watched: each operation takes memory until the watch ends."""
-_MOST, _AT_ONCE = 200_000, 64
-"""Operations that are written of a run, as of the engine's (`engine.py`), and in a line."""
 _LEFT_OUT = "operations of steps without a sample from here on: a record keeps {:,}"
 
 
@@ -57,7 +56,7 @@ class Watching:
     def sampled(self, profiler: Profiler, events: Sequence[Any], clock: Callable[[int], int], step: Step) -> None:
         """There was a sample, and it shows operations: tell of them as a watch does, and watch from now on."""
         found = None if profiler.has_device else watched(events, clock)
-        self._is_wanted = bool(found) and self._written < _MOST and spans(events) <= LEAD * _MOST_SPANS
+        self._is_wanted = bool(found) and self._written < MOST and spans(events) <= LEAD * _MOST_SPANS
         if found and self._is_wanted:
             self._write(step.start_ns, step.end_ns, found)
 
@@ -80,12 +79,12 @@ class Watching:
     def _write(self, since_ns: int, until_ns: int, found: Sequence[Ran]) -> None:
         """All that began between, in lines that each tell of a part of that time: one may be lost."""
         found = [one for one in found if since_ns <= one.began_ns < until_ns]
-        for at in range(0, max(1, len(found)), _AT_ONCE):
-            some, later = tuple(found[at : at + _AT_ONCE]), found[at + _AT_ONCE : at + _AT_ONCE + 1]
+        for at in range(0, max(1, len(found)), AT_ONCE):
+            some, later = tuple(found[at : at + AT_ONCE]), found[at + AT_ONCE : at + AT_ONCE + 1]
             end_ns = max(since_ns, later[0].began_ns if later else until_ns)
             self._put(Watch(since_ns, end_ns, some))
             since_ns = end_ns
         self._written += len(found)
-        if self._written >= _MOST:
+        if self._written >= MOST:
             self._is_wanted = False
-            self._put(Event(time.monotonic_ns(), "left out", _LEFT_OUT.format(_MOST)))
+            self._put(Event(time.monotonic_ns(), "left out", _LEFT_OUT.format(MOST)))
