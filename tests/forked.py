@@ -45,11 +45,7 @@ def run(
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with Popen(command, **options) as process:
-        try:
-            stdout, stderr = process.communicate(timeout=timeout)
-        except BaseException:
-            process.kill()
-            raise
+        stdout, stderr = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
@@ -73,6 +69,11 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         with open(ready, "rb") as pipe:
             pipe.read()
         _started(self, self._process.pid, given)
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        if kind is not None:  # what failed may be what would have ended it, and a time limit interrupts a test once
+            self.kill()
+        super().__exit__(kind, value, trace)
 
     _process: Any = None
     """A child of the fork server, which tells us its exit code. None for what is no fork."""

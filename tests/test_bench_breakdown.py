@@ -38,8 +38,8 @@ def test_what_the_script_noted_is_beside_what_the_profile_says() -> None:
             {
                 "forward": 20 * MS,
                 "backward": 30 * MS,
-                "issued": 100 * MS + 4 * MS * rank,
-                "ended": 110 * MS,
+                "issued": [100 * MS + 4 * MS * rank],
+                "ended": [110 * MS],
                 "beside_issued": 50 * MS,
                 "beside_ended": 53 * MS,
                 "wait_begun": 111 * MS,
@@ -101,18 +101,36 @@ def test_where_both_sums_move_wire_counts_before_wait() -> None:
     """Rank 0 waits from 10 to 30 ms for gradients that rank 1 issues late, and in a mark from 45 to 50 for the sum beside, which
     begins at 20 and ends at 50."""
     own = {
-        "issued": 10 * MS,
-        "ended": 40 * MS,
+        "issued": [10 * MS],
+        "ended": [40 * MS],
         "beside_issued": 5 * MS,
         "beside_ended": 50 * MS,
         "wait_begun": 45 * MS,
         "wait_ended": 50 * MS,
     }
-    assert breakdown._moved(own, 30 * MS, 20 * MS) == {
+    assert breakdown._moved(own, [30 * MS], 20 * MS) == {
         "exposed wire": 25 * MS,  # from 20 on; not from 40 to 45
         "exposed wait": 10 * MS,
         "hidden wire": 5 * MS,
         "hidden wait": 5 * MS,  # from 5 to 10
+    }
+
+
+def test_buckets_move_while_the_backward_pass_computes() -> None:
+    """Rank 0 issues its buckets at 10, 20 and 30 ms, rank 1 the first at 15 and the second at 28. From 30 on rank 0 stands."""
+    own = {
+        "issued": [30 * MS, 20 * MS, 10 * MS],
+        "ended": [42 * MS, 36 * MS, 18 * MS],
+        "beside_issued": 1 * MS,
+        "beside_ended": 2 * MS,
+        "wait_begun": 50 * MS,
+        "wait_ended": 50 * MS,
+    }
+    assert breakdown._moved(own, [30 * MS, 28 * MS, 15 * MS], 1 * MS) == {
+        "exposed wire": 12 * MS,
+        "exposed wait": 0,
+        "hidden wire": (1 + 3 + 2) * MS,
+        "hidden wait": (5 + 8) * MS,
     }
 
 
@@ -254,7 +272,7 @@ def test_a_training_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"no emulated hosts: {unavailable()}")
 @pytest.mark.timed
-@pytest.mark.parametrize("plan", [drawn(1), breakdown_stages.drawn(1)], ids=["data-parallel", "pipeline"])
+@pytest.mark.parametrize("plan", [drawn(1, buckets=3), breakdown_stages.drawn(1)], ids=["data-parallel", "pipeline"])
 def test_the_parts_of_a_step_are_those_of_the_script(plan: breakdown.Plan | breakdown_stages.Stages) -> None:
     """A training of 120 steps. The bench judges 3 %, and all parts; on a busy machine it may be a fifth, and a few samples do not
     tell what of communication is a wait, nor what is hidden."""

@@ -205,7 +205,7 @@ def test_signals_are_handed_on(tmp_path: pathlib.Path) -> None:
     """Those that come to the command alone, in the order in which they come. It ends when the script does, and as the script."""
     script = tmp_path / "waits.py"
     script.write_text(
-        "import signal, sys, torch\n"
+        "import os, signal, sys, torch\n"
         "def handle(number, _):\n"
         "    print(signal.Signals(number).name, flush=True)\n"
         "    if number == signal.SIGINT:\n"
@@ -217,9 +217,13 @@ def test_signals_are_handed_on(tmp_path: pathlib.Path) -> None:
         "for _ in range(4):\n"
         "    model(torch.ones(1, 4)).sum().backward()\n"
         "    optimizer.step()\n"
+        # A signal that comes just before `signal.pause()` does not end it.
+        "came, ends = os.pipe()\n"
+        "os.set_blocking(ends, False)\n"
+        "signal.set_wakeup_fd(ends)\n"
         "print('trains', flush=True)\n"
         "while True:\n"
-        "    signal.pause()\n"
+        "    os.read(came, 1)\n"
     )
     # What is ignored stays so, and under nohup, or in the background of a shell, some are.
     usual = "import os, signal, sys\n"
@@ -290,7 +294,8 @@ def test_signals_that_another_thread_takes_are_handed_on(tmp_path: pathlib.Path)
         "    signal.signal(number, signal.SIG_DFL)\n"
         "for _ in range(8):\n"
         "    threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-        "script = 'import signal; signal.signal(signal.SIGTERM, lambda *_: exit(7)); print(1, flush=True); signal.pause()'\n"
+        "script = 'import os, signal; signal.signal(signal.SIGTERM, lambda *_: exit(7)); came, ends = os.pipe(); '\n"
+        "script += 'os.set_blocking(ends, False); signal.set_wakeup_fd(ends); print(1, flush=True); os.read(came, 1)'\n"
         "sys.exit(run.run([sys.executable, '-c', script], pathlib.Path(sys.argv[1])))\n"
     )
     for turn in range(4):

@@ -7,6 +7,7 @@ when the last of them issued an operation, and with it what of a wait was wire. 
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import statistics
@@ -48,7 +49,7 @@ class Plan:
     backend: str
     rate_mbit: float
     mebibytes: float
-    """Of gradients, in one bucket."""
+    """Of gradients."""
     beside_mebibytes: float
     """Of a sum that moves while the forward pass computes."""
     loading: float
@@ -61,6 +62,8 @@ class Plan:
     late_rank: int
     late_phase: str
     """One of loading, forward and other: there this rank takes ``late`` more."""
+    buckets: int = 1
+    """Of the gradients: as many parts of the backward pass, each with a sum of its own."""
     steps: int = 120
 
 
@@ -88,7 +91,7 @@ class Outcome:
         return self.script_ms >= LEAST * self.step_ms
 
 
-def drawn(seed: int) -> Plan:
+def drawn(seed: int, *, buckets: int = 1) -> Plan:
     """The training of a seed."""
     draw = random.Random(f"breakdown {seed}")
     beside = draw.uniform(0.25, 1)
@@ -110,6 +113,7 @@ def drawn(seed: int) -> Plan:
         draw.choice([0.0, draw.uniform(10, 40)]),
         draw.randrange(2),
         draw.choice(["loading", "forward", "other"]),
+        buckets,
     )
 
 
@@ -119,10 +123,20 @@ def drawn(seed: int) -> Plan:
 @click.option("--steps", type=click.IntRange(60), default=120, show_default=True, help="Of each training.")
 @click.option("--pipeline", is_flag=True, help="Two stages of a pipeline, instead of data-parallel ranks.")
 @click.option("--layers", is_flag=True, help="Tensor and expert parallel ranks that share an embedding.")
+@click.option(
+    "--buckets", type=click.IntRange(1), default=1, show_default=True, help="Of data-parallel ranks' gradients."
+)
 @click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds of one training.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
 def command(
-    runs: int, first: int, steps: int, pipeline: bool, layers: bool, timeout: float, json_path: str | None
+    runs: int,
+    first: int,
+    steps: int,
+    pipeline: bool,
+    layers: bool,
+    buckets: int,
+    timeout: float,
+    json_path: str | None,
 ) -> None:
     """Measure how far off the parts of a step are that `penstock profile` shows.
 
@@ -131,13 +145,15 @@ def command(
     check_files(json_path=json_path, report_path=None)
     if pipeline and layers:
         raise click.UsageError("--pipeline and --layers are two trainings: give one of them")
+    if (pipeline or layers) and buckets != 1:
+        raise click.UsageError("--buckets is of data-parallel ranks: leave it, or --pipeline and --layers")
+    of_data = functools.partial(drawn, buckets=buckets)
     outcomes: list[Outcome] = []
     with reporting_errors():
         description = machine.describe()
         for seed in range(first, first + runs):
-            draw = breakdown_stages.drawn if pipeline else breakdown_layers.drawn if layers else drawn
-            plan = draw(seed)
-            found = measure(replace(plan, steps=steps), timeout_s=timeout)
+            draw = breakdown_stages.drawn if pipeline else breakdown_layers.drawn if layers else of_data
+            found = measure(replace(draw(seed), steps=steps), timeout_s=timeout)
             worst = max((one for one in found if one.is_judged), key=lambda one: abs(one.miss))
             say(f"{seed}: furthest off is {worst.category} of rank {worst.rank}: {worst.miss:+.1%}")
             outcomes += found
@@ -221,26 +237,31 @@ def judged(
     return found
 
 
-def rows(noted: Sequence[Sequence[Mapping[str, int]]], rank: int) -> list[dict[str, float]]:
+def rows(noted: Sequence[Sequence[Mapping[str, Any]]], rank: int) -> list[dict[str, float]]:
     """By step, what a rank of a data-parallel training noted (`breakdown_rank.Notes`) of each category, in ns."""
     rows = []
     for at, own in enumerate(noted[rank]):
-        issued_ns = [max(step[at][key] for step in noted) for key in ("issued", "beside_issued")]
+        issued_ns = [max(all_ranks) for all_ranks in zip(*(step[at]["issued"] for step in noted), strict=True)]
+        beside_issued_ns = max(step[at]["beside_issued"] for step in noted)
         # Where this rank stood still when it ended, the other one knows.
         ended_ns = own.get("beside_ended") or noted[1 - rank][at].get("beside_ended", own["wait_ended"])
         row = {category: float(own.get(category, 0)) for category in (*WORK, "step")}
-        row |= _moved({**own, "beside_ended": min(ended_ns, own["wait_ended"])}, *issued_ns)
+        row |= _moved({**own, "beside_ended": min(ended_ns, own["wait_ended"])}, issued_ns, beside_issued_ns)
         row["other"] += row["step"] - sum(row[category] for category in (*WORK, *MOVING[:2]))
         rows.append(row)
     return rows
 
 
-def _moved(own: Mapping[str, int], issued_ns: int, beside_issued_ns: int) -> dict[str, float]:
-    """What the two sums of a step were to a rank, of which the last rank issued each then. As in the profile: exposed while the
+def _moved(own: Mapping[str, Any], issued_ns: Sequence[int], beside_issued_ns: int) -> dict[str, float]:
+    """What the sums of a step were to a rank, of which the last rank issued each then. As in the profile: exposed while the
     rank stood still, and wire before wait where both go on."""
-    blocked = union([(own["issued"], own["ended"], None), (own["wait_begun"], own["wait_ended"], None)])
-    wire = union([(issued_ns, own["ended"], None), (beside_issued_ns, own["beside_ended"], None)])
-    wait = without(union([(own["issued"], issued_ns, None), (own["beside_issued"], beside_issued_ns, None)]), wire)
+    sums = [*zip(own["issued"], issued_ns, own["ended"], strict=True)]
+    sums.append((own["beside_issued"], beside_issued_ns, own["beside_ended"]))
+    # The rank stands still for gradients from the last bucket on.
+    stood = max(own["issued"]), max(own["ended"])
+    blocked = union((start, end, None) for start, end in (stood, (own["wait_begun"], own["wait_ended"])))
+    wire = union((last_ns, ended_ns, None) for _, last_ns, ended_ns in sums)
+    wait = without(union((own_ns, last_ns, None) for own_ns, last_ns, _ in sums), wire)
     return {
         f"{how} {what}": float(sum(end - start for start, end, _ in pieces))
         for what, all_pieces in (("wire", wire), ("wait", wait))

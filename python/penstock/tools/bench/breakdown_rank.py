@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ import torch.distributed as dist
 from penstock.tools.bench.breakdown import Plan
 from penstock.tools.bench.planted import core_of
 
-Notes = dict[str, int]
-"""Of a step, in ns: how long each phase took, by its name; and when the sums of the gradients and of what moves beside were
-issued and had ended, on the machine's monotonic clock: ``issued``, ``ended``, ``beside_issued``, and ``beside_ended`` unless the
-thread stood still then; and when the step waited for the latter: ``wait_begun``, ``wait_ended``."""
+Notes = dict[str, Any]
+"""Of a step, in ns: how long each phase took, by its name; and on the machine's monotonic clock when the sums of gradients were
+issued and had ended, by bucket: ``issued``, ``ended``; the same of what moves beside: ``beside_issued``, and ``beside_ended``
+unless the thread stood still then; and when the step waited for the latter: ``wait_begun``, ``wait_ended``."""
 
 
 def train(plan: Plan, folder: Path) -> None:
@@ -31,7 +32,7 @@ def train(plan: Plan, folder: Path) -> None:
     # What notes the end of a sum would else wait for the interpreter's lock, for up to 5 ms.
     sys.setswitchinterval(1e-4)
     notes: list[Notes] = [{}]
-    beside_sum = _Sum()
+    sums = _Sums()
 
     @contextlib.contextmanager
     def noted(phase: str) -> Iterator[None]:
@@ -40,7 +41,7 @@ def train(plan: Plan, folder: Path) -> None:
         notes[-1][phase] = notes[-1].get(phase, 0) + time.monotonic_ns() - start_ns
 
     def compute(phase: str, ms: float) -> None:
-        compute_for(ms + (plan.late if rank == plan.late_rank and phase == plan.late_phase else 0.0), beside_sum.look)
+        compute_for(ms + (plan.late if rank == plan.late_rank and phase == plan.late_phase else 0.0), sums.look)
 
     class Data(torch.utils.data.Dataset):  # type: ignore[type-arg]
         def __len__(self) -> int:
@@ -52,25 +53,34 @@ def train(plan: Plan, folder: Path) -> None:
 
     class Passes(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
-            if torch.is_inference_mode_enabled() or not given.requires_grad:
-                compute_for(plan.evaluation / 2, beside_sum.look)
+        def forward(ctx: Any, given: torch.Tensor, part: int) -> torch.Tensor:
+            ctx.part = part
+            if part > 0:
+                pass  # the first part computes for all
+            elif torch.is_inference_mode_enabled() or not given.requires_grad:
+                compute_for(plan.evaluation / 2, sums.look)
             else:
                 compute("forward", plan.forward)
             return given * 1.0
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            compute_for(plan.backward, beside_sum.look)
-            return gradient
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+            if ctx.part == plan.buckets - 1:
+                # Called before what DDP registers later, which waits for the sums.
+                torch.autograd.Variable._execution_engine.queue_callback(sums.stands_still)  # type: ignore[attr-defined]
+            compute_for(plan.backward / plan.buckets, sums.look)
+            return gradient, None
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(int(plan.mebibytes * 2**18)))
+            length = int(plan.mebibytes * 2**18 / plan.buckets)
+            self.weights = torch.nn.ParameterList(torch.ones(length) for _ in range(plan.buckets))
 
         def forward(self, given: torch.Tensor) -> torch.Tensor:
-            return Passes.apply(self.weight[:1] * given).sum() + 0.0 * self.weight.sum()  # type: ignore[no-untyped-call,no-any-return]
+            for part, weight in enumerate(self.weights):
+                given = Passes.apply(weight[:1] * given, part) + 0.0 * weight.sum()  # type: ignore[no-untyped-call]
+            return given.sum()
 
     class Optimizer(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -79,21 +89,18 @@ def train(plan: Plan, folder: Path) -> None:
                 return super().step(closure)
 
     def hook(_, bucket):  # type: ignore[no-untyped-def]  # DDP reads types, and understands no text
-        """Issues the sum as DDP does, and notes when it was issued and had ended."""
-        notes[-1]["issued"] = time.monotonic_ns()
-        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-
-        def ended(done: Any) -> torch.Tensor:
-            notes[-1]["ended"] = time.monotonic_ns()
-            return done.value()[0]  # type: ignore[no-any-return]
-
-        return future.then(ended)
+        """Issues the sum as DDP does."""
+        result: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        buffer = bucket.buffer()
+        sums.issue(lambda: dist.all_reduce(buffer, async_op=True), bucket.index(), buffer, result)
+        return result
 
     dist.init_process_group(plan.backend)
     beside_group = dist.new_group()
     saved = [torch.ones(1 << 23)]
     beside = torch.ones(int(plan.beside_mebibytes * 2**18))
-    model = torch.nn.parallel.DistributedDataParallel(Model(), bucket_cap_mb=1000, gradient_as_bucket_view=True)
+    # No bucket takes a second weight.
+    model = torch.nn.parallel.DistributedDataParallel(Model(), bucket_cap_mb=1e-3, gradient_as_bucket_view=True)
     model.register_comm_hook(None, hook)
     optimizer = Optimizer(model.parameters(), lr=1e-6)
     previous_ns = time.monotonic_ns()
@@ -106,20 +113,22 @@ def train(plan: Plan, folder: Path) -> None:
                 batch = next(batches)
             optimizer.zero_grad()
             note = notes[-1]
-            note["beside_issued"] = time.monotonic_ns()
-            work = dist.all_reduce(beside, group=beside_group, async_op=True)
-            beside_sum.issued(work)
+            beside_sum = sums.issue(lambda: dist.all_reduce(beside, group=beside_group, async_op=True))
             start_ns = time.monotonic_ns()
             loss = model(batch)
             middle_ns = time.monotonic_ns()
             loss.backward()
             note["forward"] = middle_ns - start_ns
-            note["backward"] = time.monotonic_ns() - middle_ns - (note["ended"] - note["issued"])
+            buckets = sums.of_buckets()
+            note["issued"], note["ended"] = [one.issued_ns for one in buckets], [one.ended_ns for one in buckets]
+            note["backward"] = time.monotonic_ns() - middle_ns - max(0, max(note["ended"]) - max(note["issued"]))
             note["wait_begun"] = time.monotonic_ns()
-            work.wait()  # type: ignore[union-attr]
+            beside_sum.work.wait()
             note["wait_ended"] = time.monotonic_ns()
-            if (ended_ns := beside_sum.ended()) is not None:
-                note["beside_ended"] = ended_ns
+            note["beside_issued"] = beside_sum.issued_ns
+            if beside_sum.ended_ns:
+                note["beside_ended"] = beside_sum.ended_ns
+            sums.forget()
             with noted("clip"):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             if number % 4 == 3:
@@ -139,29 +148,68 @@ def train(plan: Plan, folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(notes))
 
 
+@dataclass
 class _Sum:
-    """When a sum that moves beside the computing ends, by looking. A callback of Python's has the backend's thread wait for the
+    work: Any
+    issued_ns: int
+    """When it began to be."""
+    tensor: torch.Tensor | None = None
+    result: torch.futures.Future[torch.Tensor] | None = None
+    """What DDP waits for: the tensor, once it is the sum."""
+    ended_ns: int = 0
+
+    def ended(self, at_ns: int) -> None:
+        self.ended_ns = at_ns
+        if self.result is not None:
+            self.result.set_result(self.tensor)
+
+
+class _Sums:
+    """When sums that move while the rank computes end, by looking. A callback of Python's has the backend's thread wait for the
     interpreter's lock and the processor before it notes the end itself: 1.3 ms of 20."""
 
     def __init__(self) -> None:
-        self._work: Any = None
-        self._looked_ns = self._ended_ns = 0
+        self._moving: list[_Sum] = []
+        self._buckets: dict[int, _Sum] = {}
+        self._looked_ns = 0
 
-    def issued(self, work: Any) -> None:
-        self._work, self._looked_ns = work, time.monotonic_ns()
+    def issue(
+        self,
+        launch: Callable[[], Any],
+        bucket: int | None = None,
+        tensor: torch.Tensor | None = None,
+        result: torch.futures.Future[torch.Tensor] | None = None,
+    ) -> _Sum:
+        issued_ns = time.monotonic_ns()
+        one = _Sum(launch(), issued_ns, tensor, result)
+        self._moving.append(one)
+        if bucket is not None:
+            self._buckets[bucket] = one
+        return one
 
     def look(self) -> None:
-        if self._work is not None:
+        if self._moving:
             now_ns = time.monotonic_ns()
-            if self._work.is_completed():
-                self._work, self._ended_ns = None, (self._looked_ns + now_ns) // 2
+            for one in self._moving:
+                if one.work.is_completed():
+                    one.ended((max(self._looked_ns, one.issued_ns) + now_ns) // 2)
+            self._moving = [one for one in self._moving if not one.ended_ns]
             self._looked_ns = now_ns
 
-    def ended(self) -> int | None:
-        """When, now that it has been waited for. None: the thread stood still meanwhile."""
-        found = self._ended_ns if self._work is None else None
-        self._work = None
-        return found
+    def stands_still(self) -> None:
+        """The rank has computed its gradients, and waits for their sums: a callback disturbs nothing now."""
+        for one in self._moving:
+            if one.result is not None:
+                one.work.get_future().then(lambda _, one=one: one.ended(time.monotonic_ns()))
+        self._moving = [one for one in self._moving if one.result is None]
+
+    def of_buckets(self) -> list[_Sum]:
+        """Of the backward pass that has ended, by their numbers."""
+        return [self._buckets[number] for number in sorted(self._buckets)]
+
+    def forget(self) -> None:
+        """The step has waited for all."""
+        self._moving, self._buckets = [], {}
 
 
 def compute_for(ms: float, look: Callable[[], object] = lambda: None) -> None:
