@@ -689,6 +689,15 @@ def test_a_testbed_whose_keeper_was_killed_is_not_up() -> None:
     assert not kept.state_path(name).exists()
 
 
+def test_a_signal_does_not_end_a_keeper_that_does_not_run_yet() -> None:
+    """`testbed down` just after `up`: it would leave the file, and whatever it was to end."""
+    bed = Loopback(hosts=1)
+    assert bed._keeper is not None
+    bed._keeper.send_signal(signal.SIGTERM)
+    bed.close()
+    assert bed._keeper.returncode == 0
+
+
 def test_a_testbed_that_is_coming_up_is_not_forgotten(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who lists testbeds while one writes its file does not take that one for dead and remove the file: keeper and hosts would
     stay, and no command would know of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -114,15 +115,20 @@ class Bed:
         """From here on everything in ``namespaces``, and all with our mark, dies with this process."""
         inodes = {os.fstat(each).st_ino for each in namespaces}
         script = [sys.executable, "-I", "-S", keeper.__file__, f"{MARK}={self._id}", str(os.getpid())]
-        process = subprocess.Popen(
-            [*script, *map(str, namespaces)],
-            pass_fds=namespaces,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,
-        )
+        # The keeper inherits what is blocked: a signal that comes before it runs waits for it, and does not end it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, keeper.SIGNALS)
+        try:
+            process = subprocess.Popen(
+                [*script, *map(str, namespaces)],
+                pass_fds=namespaces,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._keeper = process
 
         def end() -> None:

@@ -23,6 +23,8 @@ import sys
 import time
 from collections.abc import Iterator
 
+SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+
 
 def main(arguments: list[str]) -> None:
     mark, parent = arguments[0].encode(), int(arguments[1])
@@ -30,7 +32,7 @@ def main(arguments: list[str]) -> None:
     namespaces = {os.fstat(int(each)).st_ino for each in arguments[2:]} - {own}
     state_file = None
     # Blocked rather than handled: one that arrives early stays pending until sigwait asks for it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         state_file = watch(parent)
         if state_file is not None:
