@@ -84,6 +84,12 @@ class _Pattern:
     def __post_init__(self) -> None:
         # A send and a receive are one operation. A text for each place, not for each operation: names may be long.
         self._channels = [f"{one.group} {canonical(one.name) if one.peer is None else one.tag}" for one in self.shown]
+        # Messages take no thread.
+        of_groups = [(canonical(one.name), one.group) for one in self.shown if one.peer is None]
+        self._of_groups = {name for name, _ in of_groups}
+        self._have_several = len(set(of_groups)) > len(self._of_groups)
+        """Whether operations of one name are of several groups."""
+        self._may_overtake = _may_overtake(of_groups)
 
     def add(self, sample: Sample, shown: Sequence[Operation], step: Step | None, ran: Sequence[Ran]) -> None:
         """One more sample.
@@ -96,6 +102,8 @@ class _Pattern:
         self._is_clear = self._is_clear and _named(shown) == _named(self.shown)
         if step is None or sample.dropped:
             return
+        if any(one.ended_ns > step.end_ns for one in shown):  # those of the next step may queue behind them
+            self._may_overtake = self._have_several
         places = self._places(ran)
         if places is None:
             return
@@ -149,18 +157,15 @@ class _Pattern:
         return found
 
     def _places(self, ran: Sequence[Ran]) -> list[int] | None:
-        """Of each operation: its place among those of a sample. None if there are others, or a name has several groups, and some
-        queued: of different groups what is issued first is not always taken first."""
+        """Of each operation: its place among those of a sample. None if there are others, or some queued, and what another group
+        issued later may have been taken before them."""
         if _counts(one.name for one in ran) != _counts(canonical(one.name) for one in self.shown):
+            return None
+        if self._may_overtake and any(_queued([one for one in ran if one.name in self._of_groups])):
             return None
         of: dict[str, collections.deque[int]] = {}
         for at, one in enumerate(self.shown):
             of.setdefault(canonical(one.name), collections.deque()).append(at)
-        for name, each in of.items():
-            if len({self.shown[at].group for at in each if self.shown[at].peer is None}) > 1 and any(
-                _queued([one for one in ran if one.name == name])
-            ):
-                return None
         return [of[one.name].popleft() for one in ran]
 
     def _have_queued(self, ran: Sequence[Ran], places: Sequence[int]) -> list[bool]:
@@ -215,6 +220,25 @@ def _queued(ran: Sequence[Ran]) -> list[bool]:
         found.append(len(busy) >= _THREADS and busy[0] <= one.began_ns + GRAIN_NS)
         heapq.heappush(busy, one.ended_ns)
     return found
+
+
+def _may_overtake(issued: Iterable[tuple[str, str]]) -> bool:
+    """Whether, of two operations of one name and different groups, the one that was issued later may be taken first: the other
+    one's group has all threads at work.
+
+    Args:
+        issued: names and groups, in order.
+    """
+    counts: collections.Counter[str] = collections.Counter()
+    may_queue: dict[str, set[str]] = {}
+    for name, group in issued:
+        queue = may_queue.setdefault(name, set())
+        if queue - {group}:
+            return True
+        if counts[group] >= _THREADS:
+            queue.add(group)
+        counts[group] += 1
+    return False
 
 
 def _holes(record: Record) -> list[tuple[int, int, None]]:
