@@ -35,7 +35,7 @@ def main() -> None:
         model(*data).backward()
         optimizer.step()
 
-    turn = _Turn(folder, job) if rank == 0 else None
+    turn = _Turn(folder, job, is_first=job == options["jobs"][0]) if rank == 0 else None
     for number in range(-options["warmup"], options["blocks"]):
         if turn:
             turn.take()
@@ -64,11 +64,11 @@ def main() -> None:
 class _Turn:
     """A byte that two jobs hand to each other through pipes in the folder. A rank that waits for it sleeps."""
 
-    def __init__(self, folder: str, job: str) -> None:
+    def __init__(self, folder: str, job: str, *, is_first: bool) -> None:
         mine, other = (os.path.join(folder, name) for name in (job, JOBS[1 - JOBS.index(job)]))
         # For both, so that neither waits for the other to open it.
         self._mine, self._other = os.open(mine, os.O_RDWR), os.open(other, os.O_RDWR)
-        if job == JOBS[0]:
+        if is_first:
             os.write(self._mine, b".")
 
     def take(self) -> None:

@@ -16,7 +16,7 @@ from penstock.tools.profile.run import environment
 def main() -> None:
     options = json.loads(sys.argv[1])
     rank = int(os.environ["RANK"])
-    options["job"], options["rank"] = JOBS[rank // options["ranks"]], rank % options["ranks"]
+    options["job"], options["rank"] = options["jobs"][rank // options["ranks"]], rank % options["ranks"]
     is_recorded = options["job"] == JOBS[1] and not options["control"]
     env = environment(Path(options["folder"], "profile")) if is_recorded else dict(os.environ)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
