@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import compileall
 import contextlib
+import faulthandler
 import os
 import pathlib
 import subprocess
@@ -96,6 +97,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item) -> None:
+    """A test that has failed has no time limit any more, as if somebody looked at it in a debugger: give its clean-up one."""
+    if not node.config.getoption("usepdb"):
+        faulthandler.dump_traceback_later(_CLEAN_UP_S, exit=True, file=sys.__stderr__)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Iterator[object]:
     with _skipped_without_hosts():
@@ -119,6 +127,8 @@ def _skipped_without_hosts() -> Iterator[None]:
     except TestbedUnavailable as reason:
         pytest.skip(f"no emulated hosts here: {reason}")
 
+
+_CLEAN_UP_S = 60
 
 # Whole jobs, commands and testbeds: `./dev test quick` leaves these files out. Each took 25 s or more on two cores.
 _SLOW = {

@@ -14,6 +14,7 @@ test proves: imports, autoload.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import dataclasses
 import gc
@@ -71,8 +72,11 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         _started(self, self._process.pid, given)
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
-        if kind is not None:  # what failed may be what would have ended it, and a time limit interrupts a test once
-            self.kill()
+        if kind is not None and self.poll() is None:
+            # What failed may be what would have ended it, and a time limit interrupts a test once.
+            with contextlib.suppress(ProcessLookupError):
+                leads = os.getpgid(self.pid) == self.pid
+                (os.killpg if leads else os.kill)(self.pid, signal.SIGKILL)
         super().__exit__(kind, value, trace)
 
     _process: Any = None

@@ -178,6 +178,85 @@ def test_sums_of_two_groups_that_queue(groups: str, runs_on: bool, is_told: bool
         assert found == unwatched(watched(records))
 
 
+_Shown = Collection[tuple[str, str, float]]
+"""Names, groups, and ms of the step in which they were issued."""
+_Taken = Collection[tuple[str, float, float]]
+"""Names, and from when to when they ran, in ms of the step."""
+
+
+def _groups(samples: dict[int, _Shown], ran: dict[int, _Taken]) -> dict[int, str]:
+    """By step, of 100 ms each: the groups that a rank's operations are told to have, in order of their ends; '-' for none."""
+    steps = [Step(number, 100 * MS * number, 100 * MS * (number + 1)) for number in range(12)]
+
+    def at(step: int, ms: float) -> int:
+        return steps[step].start_ns + round(ms * MS)
+
+    def operations(step: int, shown: _Shown) -> tuple[Operation, ...]:
+        return tuple(Operation(name, group, 0, at(step, ms), at(step, ms + 5), 8, 2) for name, group, ms in shown)
+
+    record = Record(header(0, 2), steps, [Sample(step, (), operations(step, shown)) for step, shown in samples.items()])
+    record.watches = [
+        Watch(at(step, 0), at(step, 100), tuple(Ran(name, at(step, a), at(step, b)) for name, a, b in taken))
+        for step, taken in sorted({**{step: _at_once(shown) for step, shown in samples.items()}, **ran}.items())
+    ]
+    told = sorted(as_of_engine(record, steps)[0], key=lambda one: one.ended_ns)
+    return {
+        step: "".join(one.group or "-" for one in told if at(step, 0) <= one.issued_ns < at(step, 100)) for step in ran
+    }
+
+
+def _at_once(shown: _Shown) -> _Taken:
+    return [(name, ms + 0.06, ms + 5) for name, _, ms in shown]
+
+
+def _sums(groups: str) -> _Shown:
+    return [("all_reduce", group, 10 + 10 * at) for at, group in enumerate(groups)]
+
+
+_SUM = "all_reduce"
+_QUEUED = [(_SUM, 10.1, 45), (_SUM, 20.1, 25), (_SUM, 30.1, 60), (_SUM, 45, 70), (_SUM, 60, 80)]
+"""Of abaaa: the fourth and fifth wait for a thread. By their ends these are b, a, a, a, a."""
+_RUNS_ON = [*_at_once(_sums("abaa")), (_SUM, 50.1, 112)]
+
+
+def test_what_runs_on_into_a_step_may_have_let_its_sums_queue() -> None:
+    """Then those of another group may have been taken before them, whatever pattern the steps before have."""
+    longer = [*_sums("abaaa"), (_SUM, "a", 70)]
+    found = _groups(
+        {2: _sums("abaaa"), 3: longer},
+        {
+            5: _QUEUED,
+            6: _RUNS_ON,
+            7: _QUEUED,
+            8: [*_at_once(_sums("abaaa")), (_SUM, 70.1, 112)],
+            9: _QUEUED,
+            11: _QUEUED,  # what ran before it is unknown
+        },
+    )
+    assert found == {5: "-----", 6: "abaaa", 7: "-----", 8: "abaaaa", 9: "-----", 11: "-----"}, "4 was not watched"
+    found = _groups({2: _sums("abaaa")}, {4: _at_once(_sums("abaaa")), 5: _QUEUED, 6: _QUEUED})
+    assert found == {4: "abaaa", 5: "baaaa", 6: "baaaa"}
+
+
+def test_each_samples_order_counts() -> None:
+    """In the second, other sums of the first group come before: its next one queues, and another group's overtakes it."""
+    pair = [("broadcast", "a", 1), ("broadcast", "a", 2)]
+    late = [("broadcast", "a", 80), ("broadcast", "a", 90)]
+    sums = _sums("abaaa")
+    ran = [("broadcast", 1.1, 7), ("broadcast", 2.1, 8), *_QUEUED]
+    assert _groups({2: [*pair, *sums], 3: [*sums, *late]}, {5: ran, 6: ran})[6] == "-" * 7
+    assert _groups({2: [*sums, *late], 3: [*pair, *sums]}, {5: ran, 6: ran})[6] == "-" * 7
+    ran = [*_QUEUED, ("broadcast", 80.1, 85), ("broadcast", 90.1, 95)]
+    assert _groups({2: [*sums, *late], 3: [*sums, *late]}, {5: ran, 6: ran})[6] == "baaaaaa"
+
+
+def test_sums_of_two_groups_that_are_taken_at_once() -> None:
+    """One's thread may wake up later than the other's: which is whose nobody knows."""
+    near, apart = ([(_SUM, 10.1, 45), (_SUM, 10.1 + gap, 25), (_SUM, 30.1, 60)] for gap in (0.3, 0.6))
+    found = _groups({2: _sums("aba")}, {4: near, 5: apart, 6: near})
+    assert found == {4: "---", 5: "baa", 6: "---"}
+
+
 def test_an_operation_that_is_taken_in_the_next_step_is_not_that_ones() -> None:
     """Each step's last one is: there are as many in a step, and they are others."""
 

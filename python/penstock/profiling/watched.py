@@ -6,7 +6,7 @@ import bisect
 import collections
 import heapq
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.profiling.intervals import union
@@ -48,18 +48,22 @@ def watched(record: Record, steps: Sequence[Step]) -> tuple[list[Ended], list[tu
             found.setdefault(at, []).append(one._replace(name=canonical(one.name)))
     for each in found.values():
         each.sort(key=lambda one: one.began_ns)
+    holes = _holes(record)
+    carrying = _carrying(steps, found)
     place_of = {step.number: at for at, step in enumerate(steps)}
     patterns: dict[_Counts, _Pattern] = {}
     for sample in record.samples:
         shown = sorted(sample.operations, key=lambda one: one.issued_ns)
         pattern = patterns.setdefault(_counts(canonical(one.name) for one in shown), _Pattern(shown))
         at = place_of.get(sample.step, -1)
-        pattern.add(sample, shown, steps[at] if at in found else None, found.get(at, []))
+        pattern.add(sample, shown, steps[at] if at in found else None, found.get(at, []), is_alone=at not in carrying)
     ended = []
     for at, each in sorted(found.items()):
         pattern = patterns.get(_counts(one.name for one in each), _Pattern(()))
-        ended += pattern.told(steps[at], each) or [Ended("", 0, "", "", one.began_ns, one.ended_ns) for one in each]
-    return ended, _holes(record)
+        is_alone = at not in carrying and at > 0 and _last_hole(holes, steps[at].start_ns) <= steps[at - 1].start_ns
+        told = pattern.told(steps[at], each, is_alone=is_alone)
+        ended += told or [Ended("", 0, "", "", one.began_ns, one.ended_ns) for one in each]
+    return ended, holes
 
 
 def _counts(names: Iterable[str]) -> _Counts:
@@ -84,27 +88,28 @@ class _Pattern:
     def __post_init__(self) -> None:
         # A send and a receive are one operation. A text for each place, not for each operation: names may be long.
         self._channels = [f"{one.group} {canonical(one.name) if one.peer is None else one.tag}" for one in self.shown]
-        # Messages take no thread.
-        of_groups = [(canonical(one.name), one.group) for one in self.shown if one.peer is None]
+        of_groups = _of_groups(self.shown)
         self._of_groups = {name for name, _ in of_groups}
         self._have_several = len(set(of_groups)) > len(self._of_groups)
         """Whether operations of one name are of several groups."""
-        self._may_overtake = _may_overtake(of_groups)
+        self._may_overtake = False
 
-    def add(self, sample: Sample, shown: Sequence[Operation], step: Step | None, ran: Sequence[Ran]) -> None:
+    def add(
+        self, sample: Sample, shown: Sequence[Operation], step: Step | None, ran: Sequence[Ran], *, is_alone: bool
+    ) -> None:
         """One more sample.
 
         Args:
             shown: its operations, in order of issue.
             step: that step, if it was watched, too.
             ran: what was watched of it.
+            is_alone: whether none is known to run on into it from an earlier step.
         """
+        self._may_overtake = self._may_overtake or _may_overtake(_of_groups(shown))
         self._is_clear = self._is_clear and _named(shown) == _named(self.shown)
         if step is None or sample.dropped:
             return
-        if any(one.ended_ns > step.end_ns for one in shown):  # those of the next step may queue behind them
-            self._may_overtake = self._have_several
-        places = self._places(ran)
+        places = self._places(ran, is_alone=is_alone)
         if places is None:
             return
         passes, waits = backward_passes(step), _Waits(step)
@@ -121,10 +126,14 @@ class _Pattern:
             if which >= 0:
                 self._passes.setdefault(at, []).append((which, issued_ns - passes[which][0]))
 
-    def told(self, step: Step, ran: Sequence[Ran]) -> list[Ended] | None:
-        """The operations of a step; None: which is which is not known."""
-        places = self._places(ran) if self._is_clear else None
-        if places is None or not self._delays:
+    def told(self, step: Step, ran: Sequence[Ran], *, is_alone: bool) -> list[Ended] | None:
+        """The operations of a step; None: which is which is not known.
+
+        Args:
+            is_alone: whether it is known that none of an earlier step runs on into it.
+        """
+        places = self._places(ran, is_alone=is_alone) if self._is_clear else None
+        if places is None or not self._delays or self._are_close(ran, places):
             return None
         passes = backward_passes(step)
         waits = _Waits(step)
@@ -156,17 +165,34 @@ class _Pattern:
             numbers[key] += 1
         return found
 
-    def _places(self, ran: Sequence[Ran]) -> list[int] | None:
+    def _places(self, ran: Sequence[Ran], *, is_alone: bool) -> list[int] | None:
         """Of each operation: its place among those of a sample. None if there are others, or some queued, and what another group
         issued later may have been taken before them."""
         if _counts(one.name for one in ran) != _counts(canonical(one.name) for one in self.shown):
             return None
-        if self._may_overtake and any(_queued([one for one in ran if one.name in self._of_groups])):
+        is_in_order = not self._have_several or (is_alone and not self._may_overtake)
+        if not is_in_order and any(_queued([one for one in ran if one.name in self._of_groups])):
             return None
         of: dict[str, collections.deque[int]] = {}
         for at, one in enumerate(self.shown):
             of.setdefault(canonical(one.name), collections.deque()).append(at)
         return [of[one.name].popleft() for one in ran]
+
+    def _are_close(self, ran: Sequence[Ran], places: Sequence[int]) -> bool:
+        """Whether two of one name and of different groups were taken so soon after each other that they may have been issued the
+        other way round. What a function that blocks issues has ended before the next is issued."""
+        if not self._have_several:
+            return False
+        last: dict[str, tuple[int, int]] = {}
+        for one, at in zip(ran, places, strict=True):
+            if one.name not in self._of_groups:
+                continue
+            before, began_ns = last.get(one.name, (at, 0))
+            is_other = self.shown[before].group != self.shown[at].group and not self._awaited.get(before)
+            if is_other and one.began_ns < began_ns + _TAKES_NS:
+                return True
+            last[one.name] = at, one.began_ns
+        return False
 
     def _have_queued(self, ran: Sequence[Ran], places: Sequence[int]) -> list[bool]:
         """Whether each operation waited for a thread of its group."""
@@ -222,6 +248,11 @@ def _queued(ran: Sequence[Ran]) -> list[bool]:
     return found
 
 
+def _of_groups(shown: Iterable[Operation]) -> list[tuple[str, str]]:
+    """Names and groups of what takes a thread of its group: messages take none."""
+    return [(canonical(one.name), one.group) for one in shown if one.peer is None]
+
+
 def _may_overtake(issued: Iterable[tuple[str, str]]) -> bool:
     """Whether, of two operations of one name and different groups, the one that was issued later may be taken first: the other
     one's group has all threads at work.
@@ -239,6 +270,23 @@ def _may_overtake(issued: Iterable[tuple[str, str]]) -> bool:
             queue.add(group)
         counts[group] += 1
     return False
+
+
+def _carrying(steps: Sequence[Step], found: Mapping[int, Sequence[Ran]]) -> set[int]:
+    """Places of watched steps into which an operation of an earlier one runs on."""
+    carrying = set()
+    until_ns = 0
+    for at in sorted(found):
+        if until_ns > steps[at].start_ns:
+            carrying.add(at)
+        until_ns = max(until_ns, *(one.ended_ns for one in found[at]))
+    return carrying
+
+
+def _last_hole(holes: Sequence[tuple[int, int, None]], before_ns: int) -> int:
+    """When the last one ends that begins before a moment."""
+    at = bisect.bisect_left(holes, before_ns, key=lambda hole: hole[0]) - 1
+    return holes[at][1] if at >= 0 else 0
 
 
 def _holes(record: Record) -> list[tuple[int, int, None]]:

@@ -116,8 +116,9 @@ class Bed:
         inodes = {os.fstat(each).st_ino for each in namespaces}
         script = [sys.executable, "-I", "-S", keeper.__file__, f"{MARK}={self._id}", str(os.getpid())]
         # The keeper inherits what is blocked: a signal that comes before it runs waits for it, and does not end it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, keeper.SIGNALS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, keeper.SIGNALS)
             process = subprocess.Popen(
                 [*script, *map(str, namespaces)],
                 pass_fds=namespaces,
