@@ -167,9 +167,7 @@ def test_sums_of_two_groups_that_queue(groups: str, runs_on: bool, is_told: bool
             samples.append(replace(sample, operations=tuple(operations)))
         return replace(record, samples=samples)
 
-    draw = random.Random(f"two groups {seed}")
-    late = {(rank, step): draw.randrange(29 * MS) for rank in range(2) for step in range(STEPS)}
-    plain = data_parallel(2, STEPS, range(STEPS), evaluation_ns=late, buckets=len(groups), wire_ns=40 * MS)
+    plain = data_parallel(2, STEPS, range(STEPS), evaluation_ns=_late(seed), buckets=len(groups), wire_ns=40 * MS)
     records = [of_two(each) for each in plain]
     found = divide(watched(records))
     if is_told:
@@ -182,6 +180,29 @@ _Shown = Collection[tuple[str, str, float]]
 """Names, groups, and ms of the step in which they were issued."""
 _Taken = Collection[tuple[str, float, float]]
 """Names, and from when to when they ran, in ms of the step."""
+
+
+def test_sums_of_two_groups_are_told_between_samples() -> None:
+    """As the recorder watches them: nothing is known of the steps just before a sample, nor of those after it."""
+    told = [*SAMPLED, *range(18, STEPS)]
+    records = []
+    for record in data_parallel(2, STEPS, range(STEPS), evaluation_ns=_late(0), buckets=5, wire_ns=40 * MS):
+        samples = []
+        for sample in record.samples:
+            operations = (
+                replace(one, group="b", number=0) if at == 0 else replace(one, group="a", number=at - 1)
+                for at, one in enumerate(sample.operations)
+            )
+            samples.append(replace(sample, operations=tuple(operations)))
+        records.append(replace(record, samples=samples))
+    whole = [replace(one, samples=[each for each in one.samples if each.step in told]) for one in records]
+    found = divide(watched(records, steps=[*SAMPLED, *range(17, STEPS)]))
+    assert agree(found, divide(whole), near=0.01) and not agree(unwatched(watched(records)), divide(whole), near=0.01)
+
+
+def _late(seed: int) -> dict[tuple[int, int], int]:
+    draw = random.Random(f"two groups {seed}")
+    return {(rank, step): draw.randrange(29 * MS) for rank in range(2) for step in range(STEPS)}
 
 
 def _groups(samples: dict[int, _Shown], ran: dict[int, _Taken]) -> dict[int, str]:

@@ -51,6 +51,7 @@ def watched(record: Record, steps: Sequence[Step]) -> tuple[list[Ended], list[tu
     holes = _holes(record)
     carrying = _carrying(steps, found)
     place_of = {step.number: at for at, step in enumerate(steps)}
+    sampled = {place_of.get(sample.step, -1) for sample in record.samples}
     patterns: dict[_Counts, _Pattern] = {}
     for sample in record.samples:
         shown = sorted(sample.operations, key=lambda one: one.issued_ns)
@@ -60,8 +61,8 @@ def watched(record: Record, steps: Sequence[Step]) -> tuple[list[Ended], list[tu
     ended = []
     for at, each in sorted(found.items()):
         pattern = patterns.get(_counts(one.name for one in each), _Pattern(()))
-        is_alone = at not in carrying and at > 0 and _last_hole(holes, steps[at].start_ns) <= steps[at - 1].start_ns
-        told = pattern.told(steps[at], each, is_alone=is_alone)
+        is_known = at in sampled or (at > 0 and _last_hole(holes, steps[at].start_ns) <= steps[at - 1].start_ns)
+        told = pattern.told(steps[at], each, is_alone=is_known and at not in carrying)
         ended += told or [Ended("", 0, "", "", one.began_ns, one.ended_ns) for one in each]
     return ended, holes
 
@@ -130,7 +131,8 @@ class _Pattern:
         """The operations of a step; None: which is which is not known.
 
         Args:
-            is_alone: whether it is known that none of an earlier step runs on into it.
+            is_alone: whether none of an earlier step is known to run on into it. What came before a step must be known for that,
+                but for samples, which show the calls.
         """
         places = self._places(ran, is_alone=is_alone) if self._is_clear else None
         if places is None or not self._delays or self._are_close(ran, places):
