@@ -173,6 +173,28 @@ def test_a_thread_that_stands_still_before_its_last_operation_is_told_by_samples
     assert divide(changed) == divide([replace(each, endings=[]) for each in changed])
 
 
+@pytest.mark.parametrize("disturbed", [1, 2])
+def test_one_sample_in_which_the_thread_stands_still_elsewhere(disturbed: int) -> None:
+    """Threads of the backend's had its processor for 9 ms. The other samples tell of all steps, unless one more is so."""
+    records = uneven(4)
+
+    def held_up(record: Record) -> Record:
+        samples = list(record.samples)
+        for at, sample in enumerate(samples[:disturbed]):
+            issued_ns = sample.operations[0].issued_ns
+            pause = [(issued_ns, issued_ns + 9 * MS, None)]
+            busy = tuple((a, b) for a, b, _ in without([(a, b, None) for a, b in sample.busy], pause))
+            samples[at] = replace(sample, busy=busy)
+        return replace(record, samples=samples)
+
+    changed = [held_up(each) for each in told(records)]
+    by_samples = divide([replace(each, endings=[]) for each in changed])
+    if disturbed == 1:
+        assert agree(divide(changed), divide(records), near=0.15) and not agree(by_samples, divide(records), near=0.15)
+    else:
+        assert divide(changed) == by_samples
+
+
 def test_launches_of_many_operations_are_told_by_samples() -> None:
     """A pass of 40 ms launches 40 small ones, for most of its time, and stands still after the last for less than 1 ms."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import bisect
 import collections
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.profiling.clocks import Clock
@@ -191,14 +191,12 @@ class _Shown:
                 for place in ((counts[key], operation.number), _ANY):
                     self._purposes.setdefault((key, place), collections.Counter())[operation.purpose] += 1
                 self._ranks[operation.group] = operation.ranks
-        # Watches tell times as samples do, but of what queued outside a pass, which is told as issued when it was taken, and of
-        # what Python waited for: neither must move the others.
-        usual: Callable[[Sequence[int]], float] = statistics.median if is_of_engine else max
-        least: Callable[[Sequence[int]], int] = min if is_of_engine else max
-        self._issued = {key: round(usual(each)) for key, each in issued.items()}
+        if not is_of_engine:  # watches tell times as samples do
+            issued, ended = {}, {}
+        self._issued = {key: round(statistics.median(each)) for key, each in issued.items()}
         # Some are noted later than that, by up to the 5 ms for which another of Python's threads keeps the interpreter. And a
         # sample shows all operations of a batch as one.
-        self._ended = {key: max(-NOTED_NS, min(least(each), NOTED_NS)) for key, each in ended.items()}
+        self._ended = {key: max(-NOTED_NS, min(*each, NOTED_NS)) for key, each in ended.items()}
 
     def as_shown(self, of_step: Sequence[Ended]) -> Iterator[tuple[str, Operation]]:
         """All operations of a step, with their channels."""
