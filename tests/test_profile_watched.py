@@ -90,6 +90,26 @@ def test_operations_that_queue_were_issued_earlier(late_ms: int, wire_ms: int, s
     assert agree(divide(watched(records)), divide(records), near=0.003)
 
 
+@pytest.mark.parametrize("samples", [SAMPLED, SAMPLED[:2]])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_first_sum_that_is_taken_late_was_issued_when_it_is_in_samples(seed: int, samples: Collection[int]) -> None:
+    """The backend's thread gets the processor up to 4 ms later. Two samples do not show by how much that varies."""
+    draw = random.Random(f"taken late {seed}")
+    late = {(rank, step): draw.randrange(15 * MS) for rank in range(2) for step in range(STEPS)}
+    records = data_parallel(2, STEPS, range(STEPS), evaluation_ns=late, buckets=2, wire_ns=30 * MS)
+
+    def taken_late(record: Record) -> Record:
+        watches = []
+        for watch in record.watches:
+            first, *others = watch.operations
+            began_ns = min(first.began_ns + draw.randrange(4 * MS), first.ended_ns)
+            watches.append(replace(watch, operations=(first._replace(began_ns=began_ns), *others)))
+        return replace(record, watches=watches)
+
+    found = divide([taken_late(each) for each in watched(records, samples)])
+    assert agree(found, divide(records), near=0.003) == (samples == SAMPLED)
+
+
 def test_messages_both_ways_are_numbered_alike_on_both_ranks() -> None:
     """One forward, one backward by turns: what one rank sends before it receives, the other receives before it sends."""
     told = []
