@@ -98,9 +98,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_exception_interact(node: pytest.Item) -> None:
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
     """A test that has failed has no time limit any more, as if somebody looked at it in a debugger: give its clean-up one."""
-    if not node.config.getoption("usepdb"):
+    if isinstance(node, pytest.Item) and not node.config.getoption("usepdb"):
         faulthandler.dump_traceback_later(_CLEAN_UP_S, exit=True, file=sys.__stderr__)
 
 

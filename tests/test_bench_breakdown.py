@@ -67,6 +67,12 @@ def test_what_the_script_noted_is_beside_what_the_profile_says() -> None:
     ]
 
 
+@pytest.mark.parametrize("kind", ["--layers", "--pipeline"])
+def test_buckets_are_of_data_parallel_ranks(kind: str) -> None:
+    done = CliRunner().invoke(breakdown.command, [kind, "--buckets", "2"])
+    assert done.exit_code == 2 and "--buckets is of data-parallel ranks" in done.output
+
+
 def test_layers_tell_each_purpose() -> None:
     """Rank 0 waits for 4 ms in a layer's sum, and moves 6; the same again in the backward pass, and 5 ms in the embedding's."""
     plans = [breakdown_layers.drawn(seed) for seed in range(20)]
@@ -207,6 +213,9 @@ def test_planted_trainings_are_of_all_kinds() -> None:
         assert {len(plan.links) for plan in plans} == {
             {"capped link": 1, "retransmissions": 1, "second job": 1, "one-flow cap": 2}.get(fault, 0)
         }
+        # What takes a part of the computing needs more of that.
+        least = {"small buckets": 32, "slow rank": 768, "disk stall": 768, "contention": 3072}.get(fault, 192)
+        assert min(plan.batch for plan in plans) == least
         again = planted.Plan(**json.loads(json.dumps(asdict(plans[0]))))
         assert replace(again, expected=tuple(again.expected), links=tuple(again.links)) == plans[0]
 

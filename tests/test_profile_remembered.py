@@ -197,6 +197,25 @@ def test_one_sample_in_which_the_thread_stands_still_elsewhere(disturbed: int) -
         assert a.work == pytest.approx(b.work, rel=0.01) and c.work != pytest.approx(b.work, rel=0.01)
 
 
+def test_two_samples_that_stand_still_for_less_do_not_show_the_rule() -> None:
+    """Only one stands as long as something moves after the last operation, and longer: the others go on 2 ms before its end."""
+    records = uneven(4)
+
+    def goes_on(record: Record) -> Record:
+        samples = list(record.samples)
+        for at, sample in enumerate(samples):
+            ended_ns = max(one.ended_ns for one in sample.operations)
+            first_ns = sample.operations[0].issued_ns
+            pause = [(first_ns, first_ns + 9 * MS, None)] if at == 0 else []
+            busy = [*without([(a, b, None) for a, b in sample.busy], pause)]
+            busy += [] if at == 0 else [(ended_ns - 2 * MS, ended_ns, None)]
+            samples[at] = replace(sample, busy=tuple((a, b) for a, b, _ in sorted(busy)))
+        return replace(record, samples=samples)
+
+    changed = [goes_on(each) for each in told(records)]
+    assert divide(changed) == divide([replace(each, endings=[]) for each in changed])
+
+
 def test_launches_of_many_operations_are_told_by_samples() -> None:
     """A pass of 40 ms launches 40 small ones, for most of its time, and stands still after the last for less than 1 ms."""
 

@@ -225,9 +225,13 @@ def _late(seed: int) -> dict[tuple[int, int], int]:
     return {(rank, step): draw.randrange(29 * MS) for rank in range(2) for step in range(STEPS)}
 
 
-def _groups(samples: dict[int, _Shown], ran: dict[int, _Taken]) -> dict[int, str]:
+def _groups(samples: dict[int, _Shown], ran: dict[int, _Taken], waits: Collection[Wait] = ()) -> dict[int, str]:
     """By step, of 100 ms each: the groups that a rank's operations are told to have, in order of their ends; '-' for none."""
     steps = [Step(number, 100 * MS * number, 100 * MS * (number + 1)) for number in range(12)]
+    steps = [
+        step._replace(waits=tuple(one for one in waits if 0 <= one.start_ns - step.start_ns < 100 * MS))
+        for step in steps
+    ]
 
     def at(step: int, ms: float) -> int:
         return steps[step].start_ns + round(ms * MS)
@@ -296,6 +300,11 @@ def test_sums_of_two_groups_that_are_taken_at_once() -> None:
     near, apart = ([(_SUM, 10.1, 45), (_SUM, 10.1 + gap, 25), (_SUM, 30.1, 60)] for gap in (0.3, 0.6))
     found = _groups({2: _sums("aba")}, {4: near, 5: apart, 6: near})
     assert found == {4: "---", 5: "baa", 6: "---"}
+    # What a function that blocks issues has ended before the next is.
+    blocks = Wait(100 * MS * 2 + 10 * MS, 100 * MS * 2 + 15 * MS, _SUM, "a")
+    short = [(_SUM, 10.1, 10.2), (_SUM, 10.4, 25), (_SUM, 30.1, 60)]
+    assert _groups({2: _sums("aba")}, {5: short, 6: short}, [blocks])[6] == "aba"
+    assert _groups({2: _sums("aba")}, {5: short, 6: short})[6] == "---"
 
 
 def test_an_operation_that_is_taken_in_the_next_step_is_not_that_ones() -> None:

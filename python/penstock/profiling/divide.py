@@ -127,8 +127,8 @@ class _Last:
     def of(
         cls, steps: Sequence[Step], samples: Mapping[int, Sample], courses: Mapping[int, list[Course]]
     ) -> _Last | None:
-        """None: in samples it stands still at other times. One of several does not count: the backend's threads may have had this
-        one's processor."""
+        """None: in samples it stands still at other times, too. Of `_SEVERAL` or more it may in one: a thread of the backend's
+        may have had this one's processor."""
         lengths = []
         for step in steps:
             own, waits = courses.get(step.number, []), marked_waits(step)
@@ -137,9 +137,10 @@ class _Last:
             lengths.append((shown, _length(cls(0).standing(step, own, waits, moving)), step.end_ns - step.start_ns))
         found = cls._of_lengths(lengths)
         if found is None and len(lengths) >= _SEVERAL:
-            lengths.remove(max(lengths, key=lambda each: abs(each[0] - each[1])))
+            usual = statistics.median(shown - guessed for shown, guessed, _ in lengths)
+            lengths.remove(max(lengths, key=lambda each: abs(each[0] - each[1] - usual)))
             found = cls._of_lengths(lengths)
-            if found is not None and found.awake_ns < 0:  # the others stand still for less: it may be another rule
+            if found is not None and found.awake_ns < 0:  # the others stand still for less: that does not show the rule
                 return None
         return found
 
@@ -575,7 +576,7 @@ _LAST = 0.1
 """Of the time for which samples stand still: as much may lie elsewhere than after the last operation."""
 
 _SEVERAL = 3
-"""Samples of which one may differ."""
+"""From so many samples on, one may differ from the rule."""
 
 _OF_STEPS = 0.01
 """Of the time of sampled steps: as much may be pauses between operators, while something moves that nothing waits for."""

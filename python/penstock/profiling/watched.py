@@ -63,7 +63,7 @@ def watched(record: Record, steps: Sequence[Step]) -> tuple[list[Ended], list[tu
     ended = []
     for at, each in sorted(found.items()):
         pattern = patterns.get(_counts(one.name for one in each), _Pattern(()))
-        is_known = at in sampled or (at > 0 and _last_hole(holes, steps[at].start_ns) <= steps[at - 1].start_ns)
+        is_known = at in sampled or (at > 0 and _hole_ends_ns(holes, steps[at].start_ns) <= steps[at - 1].start_ns)
         told = pattern.told(steps[at], each, is_alone=is_known and at not in carrying)
         ended += told or [Ended("", 0, "", "", one.began_ns, one.ended_ns) for one in each]
     return ended, holes
@@ -93,11 +93,12 @@ class _Pattern:
     def __post_init__(self) -> None:
         # A send and a receive are one operation. A text for each place, not for each operation: names may be long.
         self._channels = [f"{one.group} {canonical(one.name) if one.peer is None else one.tag}" for one in self.shown]
-        of_groups = _of_groups(self.shown)
-        self._of_groups = {name for name, _ in of_groups}
-        self._have_several = len(set(of_groups)) > len(self._of_groups)
+        taking = _taking(self.shown)
+        self._taking = {name for name, _ in taking}
+        self._have_several = len(set(taking)) > len(self._taking)
         """Whether operations of one name are of several groups."""
-        self._may_overtake = False
+        self._is_overtaken = False
+        """Whether in samples one may be."""
 
     def add(
         self, sample: Sample, shown: Sequence[Operation], step: Step | None, ran: Sequence[Ran], *, is_alone: bool
@@ -110,7 +111,7 @@ class _Pattern:
             ran: what was watched of it.
             is_alone: whether none is known to run on into it from an earlier step.
         """
-        self._may_overtake = self._may_overtake or _may_overtake(_of_groups(shown))
+        self._is_overtaken = self._is_overtaken or _may_overtake(_taking(shown))
         self._is_clear = self._is_clear and _named(shown) == _named(self.shown)
         if step is None or sample.dropped:
             return
@@ -136,8 +137,8 @@ class _Pattern:
         """The operations of a step; None: which is which is not known.
 
         Args:
-            is_alone: whether none of an earlier step is known to run on into it. What came before a step must be known for that,
-                but for samples, which show the calls.
+            is_alone: whether none of an earlier step runs on into it. If the step before was not watched that is not known, and
+                False; but a sample shows its own calls, and is alone unless one is known to run on.
         """
         places = self._places(ran, is_alone=is_alone) if self._is_clear else None
         if places is None or not self._delays or self._are_close(ran, places):
@@ -158,8 +159,8 @@ class _Pattern:
                 if one.began_ns < start_ns - GRAIN_NS:
                     return None  # of the step before
                 anchor_ns, usual_ns = anchors.get(which, (start_ns, 0))
-                is_sooner = which not in anchors and self._is_taken_now_and_then(at)
-                if has_queued or is_sooner:
+                is_late = which not in anchors and self._is_taken_irregularly(at)
+                if has_queued or is_late:
                     issued_ns = max(anchor_ns, min(issued_ns, anchor_ns + after_ns - usual_ns))
                 if not has_queued:
                     anchors[which] = issued_ns, after_ns
@@ -178,8 +179,8 @@ class _Pattern:
         issued later may have been taken before them."""
         if _counts(one.name for one in ran) != _counts(canonical(one.name) for one in self.shown):
             return None
-        is_in_order = not self._have_several or (is_alone and not self._may_overtake)
-        if not is_in_order and any(_queued([one for one in ran if one.name in self._of_groups])):
+        is_in_order = not self._have_several or (is_alone and not self._is_overtaken)
+        if not is_in_order and any(_queued([one for one in ran if one.name in self._taking])):
             return None
         of: dict[str, collections.deque[int]] = {}
         for at, one in enumerate(self.shown):
@@ -193,7 +194,7 @@ class _Pattern:
             return False
         last: dict[str, tuple[int, int]] = {}
         for one, at in zip(ran, places, strict=True):
-            if one.name not in self._of_groups:
+            if one.name not in self._taking:
                 continue
             before, began_ns = last.get(one.name, (at, 0))
             is_other = self.shown[before].group != self.shown[at].group and not self._awaited.get(before)
@@ -214,9 +215,10 @@ class _Pattern:
                 found[index] = has_queued
         return found
 
-    def _is_taken_now_and_then(self, at: int) -> bool:
-        """Whether in samples the moment of its pass at which it is issued varies less than its wait for a thread. Where a
-        rank has one processor gloo's threads wait for that, 2 to 4 ms in most steps."""
+    def _is_taken_irregularly(self, at: int) -> bool:
+        """Whether in samples its wait for a thread varies more than the moment of its pass at which it is issued. Where a rank
+        has one processor gloo's threads wait for that, 2 to 4 ms in most steps. The 0 is of a thread that comes at once: else
+        samples that are all late by the same would look steady."""
         moments = [after_ns for _, after_ns in self._passes[at]]
         return len(moments) >= _SEVERAL and _spread(moments) < _spread([0, *self._takes[at]])
 
@@ -269,7 +271,7 @@ def _queued(ran: Sequence[Ran]) -> list[bool]:
     return found
 
 
-def _of_groups(shown: Iterable[Operation]) -> list[tuple[str, str]]:
+def _taking(shown: Iterable[Operation]) -> list[tuple[str, str]]:
     """Names and groups of what takes a thread of its group: messages take none."""
     return [(canonical(one.name), one.group) for one in shown if one.peer is None]
 
@@ -304,10 +306,9 @@ def _carrying(steps: Sequence[Step], found: Mapping[int, Sequence[Ran]]) -> set[
     return carrying
 
 
-def _last_hole(holes: Sequence[tuple[int, int, None]], before_ns: int) -> int:
-    """When the last one ends that begins before a moment."""
-    at = bisect.bisect_left(holes, before_ns, key=lambda hole: hole[0]) - 1
-    return holes[at][1] if at >= 0 else 0
+def _hole_ends_ns(holes: Sequence[tuple[int, int, None]], before_ns: int) -> int:
+    """When the last one ends that begins before a moment after 0, when the first begins."""
+    return holes[bisect.bisect_left(holes, before_ns, key=lambda hole: hole[0]) - 1][1]
 
 
 def _holes(record: Record) -> list[tuple[int, int, None]]:

@@ -121,7 +121,7 @@ def train(plan: Plan, folder: Path) -> None:
             note["forward"] = middle_ns - start_ns
             buckets = sums.of_buckets()
             note["issued"], note["ended"] = [one.issued_ns for one in buckets], [one.ended_ns for one in buckets]
-            note["backward"] = time.monotonic_ns() - middle_ns - max(0, max(note["ended"]) - max(note["issued"]))
+            note["backward"] = time.monotonic_ns() - middle_ns - (max(note["ended"]) - max(note["issued"]))
             note["wait_begun"] = time.monotonic_ns()
             beside_sum.work.wait()
             note["wait_ended"] = time.monotonic_ns()
@@ -152,7 +152,7 @@ def train(plan: Plan, folder: Path) -> None:
 class _Sum:
     work: Any
     issued_ns: int
-    """When it began to be."""
+    """Just before the backend was asked for it."""
     tensor: torch.Tensor | None = None
     result: torch.futures.Future[torch.Tensor] | None = None
     """What DDP waits for: the tensor, once it is the sum."""

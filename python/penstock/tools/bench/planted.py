@@ -103,7 +103,7 @@ def drawn(fault: str, seed: int) -> Plan:
         plan.is_foreign_sent = given.random() < 0.5
         plan.expected, plan.links = ("second job",), (host,)
     elif fault == "contention":
-        # It costs a part of the computing, which is to be longer than the wire on fast machines, too.
+        # Once more: a crowd takes a part of the computing, which is to be longer than the wire on fast machines, too.
         plan.batch *= 4
         plan.rank, plan.is_crowded, plan.expected = rank, True, ("contention",)
     else:

@@ -1,10 +1,11 @@
 """``penstock bench recording``: what `penstock profile` adds to a step of the script that it records.
 
 Two jobs of the same training take turns, one of them under the recorder, with all that it does: marks in every step, torch's
-profiler in some, and what is written. Of two processes that do the same, one is 1 or 2 % faster throughout, by where its memory
-lies, and the job that is started second is the slower one (in eight of eight pairs, by 0.1 to 3.2 %). So there are several pairs
-of fresh jobs, the recorded one is second and first by turns, and figures are the means of both orders' medians. The process that
-reads the host's counters runs in the other job's turns, too, so what it takes is in neither figure. The target is 2 % of a step.
+profiler in some, and what is written. Two processes that do the same differ by 1 or 2 % throughout, by where their memory
+lies, and besides the job that is started second is slower (in eight of eight pairs by 0.1 to 3.2 % in all). So there are
+several pairs of fresh jobs, the recorded one is second and first by turns, and figures are the means of both orders' medians.
+The process that reads the host's counters runs in the other job's turns, too, so what it takes is in neither figure. The
+target is 2 % of a step.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ STEPS = {"layers": 100, "char-gpt": 10, "cnn": 6}
 @click.option("--models", default="layers,char-gpt", show_default=True, help="Also cnn. Layers: 50 of 32, in 1.4 ms.")
 @click.option("--ranks", default="1,2", show_default=True, help="Of a job. One joins no group.")
 @click.option("--backends", default="gloo,penstock", show_default=True, help="Of jobs with several ranks.")
-@click.option("--pairs", type=click.IntRange(1), default=12, show_default=True, help="Of fresh jobs.")
+@click.option(
+    "--pairs", type=click.IntRange(2), default=12, show_default=True, help="Of fresh jobs, in both orders by turns."
+)
 @click.option("--blocks", type=click.IntRange(2), default=10, show_default=True, help="Of each job.")
 @click.option("--control", is_flag=True, help="Record neither job: how much two equal jobs differ.")
 @click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds for each pair of jobs.")

@@ -115,11 +115,20 @@ class Bed:
         """From here on everything in ``namespaces``, and all with our mark, dies with this process."""
         inodes = {os.fstat(each).st_ino for each in namespaces}
         script = [sys.executable, "-I", "-S", keeper.__file__, f"{MARK}={self._id}", str(os.getpid())]
+
+        def end() -> None:
+            process = self._keeper
+            assert process is not None and process.stdin is not None
+            process.stdin.close()
+            process.wait()
+            if process.returncode != 0:  # killed, for one
+                keeper.sweep(f"{MARK}={self._id}".encode(), inodes)
+
         # The keeper inherits what is blocked: a signal that comes before it runs waits for it, and does not end it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, keeper.SIGNALS)
-            process = subprocess.Popen(
+            self._keeper = subprocess.Popen(
                 [*script, *map(str, namespaces)],
                 pass_fds=namespaces,
                 stdin=subprocess.PIPE,
@@ -128,18 +137,10 @@ class Bed:
                 cwd="/",
                 start_new_session=True,
             )
+            self._stack.callback(end)
         finally:
+            # One that came meanwhile is handled here.
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._keeper = process
-
-        def end() -> None:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait()
-            if process.returncode != 0:  # killed, for one
-                keeper.sweep(f"{MARK}={self._id}".encode(), inodes)
-
-        self._stack.callback(end)
 
 
 class Loopback(Bed):
