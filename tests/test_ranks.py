@@ -149,3 +149,12 @@ def _state(pid: int) -> str:
             return stat.read().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return "Z"
+
+
+@pytest.mark.parametrize("leads", [False, True])
+def test_a_failure_ends_what_was_started(leads: bool) -> None:
+    """What failed may be what would have ended it."""
+    waits = [sys.executable, "-c", "import signal; signal.pause()"]
+    with pytest.raises(ZeroDivisionError), forked.Popen(waits, start_new_session=leads) as process:
+        raise ZeroDivisionError
+    assert process.returncode == -signal.SIGKILL

@@ -186,13 +186,12 @@ class _Shown:
             counts = collections.Counter(_key(one) for _, one in pairs)
             for operation, one in pairs:
                 key = _key(one)
-                issued.setdefault(key, []).append(operation.issued_ns - one.issued_ns)
-                ended.setdefault(key, []).append(operation.ended_ns - one.ended_ns)
+                if is_of_engine:  # watches tell times as samples do
+                    issued.setdefault(key, []).append(operation.issued_ns - one.issued_ns)
+                    ended.setdefault(key, []).append(operation.ended_ns - one.ended_ns)
                 for place in ((counts[key], operation.number), _ANY):
                     self._purposes.setdefault((key, place), collections.Counter())[operation.purpose] += 1
                 self._ranks[operation.group] = operation.ranks
-        if not is_of_engine:  # watches tell times as samples do
-            issued, ended = {}, {}
         self._issued = {key: round(statistics.median(each)) for key, each in issued.items()}
         # Some are noted later than that, by up to the 5 ms for which another of Python's threads keeps the interpreter. And a
         # sample shows all operations of a batch as one.

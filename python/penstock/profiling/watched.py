@@ -6,7 +6,7 @@ import bisect
 import collections
 import heapq
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.profiling.intervals import union
@@ -51,20 +51,18 @@ def watched(record: Record, steps: Sequence[Step]) -> tuple[list[Ended], list[tu
     for each in found.values():
         each.sort(key=lambda one: one.began_ns)
     holes = _holes(record)
-    carrying = _carrying(steps, found)
     place_of = {step.number: at for at, step in enumerate(steps)}
-    sampled = {place_of.get(sample.step, -1) for sample in record.samples}
+    alone = _alone(steps, found, holes, {place_of.get(sample.step, -1) for sample in record.samples})
     patterns: dict[_Counts, _Pattern] = {}
     for sample in record.samples:
         shown = sorted(sample.operations, key=lambda one: one.issued_ns)
         pattern = patterns.setdefault(_counts(canonical(one.name) for one in shown), _Pattern(shown))
         at = place_of.get(sample.step, -1)
-        pattern.add(sample, shown, steps[at] if at in found else None, found.get(at, []), is_alone=at not in carrying)
+        pattern.add(sample, shown, steps[at] if at in found else None, found.get(at, []), is_alone=at in alone)
     ended = []
     for at, each in sorted(found.items()):
         pattern = patterns.get(_counts(one.name for one in each), _Pattern(()))
-        is_known = at in sampled or (at > 0 and _hole_ends_ns(holes, steps[at].start_ns) <= steps[at - 1].start_ns)
-        told = pattern.told(steps[at], each, is_alone=is_known and at not in carrying)
+        told = pattern.told(steps[at], each, is_alone=at in alone)
         ended += told or [Ended("", 0, "", "", one.began_ns, one.ended_ns) for one in each]
     return ended, holes
 
@@ -98,7 +96,7 @@ class _Pattern:
         self._have_several = len(set(taking)) > len(self._taking)
         """Whether operations of one name are of several groups."""
         self._is_overtaken = False
-        """Whether in samples one may be."""
+        """Whether, in the order of a sample, one may be taken before another that was issued first."""
 
     def add(
         self, sample: Sample, shown: Sequence[Operation], step: Step | None, ran: Sequence[Ran], *, is_alone: bool
@@ -109,7 +107,7 @@ class _Pattern:
             shown: its operations, in order of issue.
             step: that step, if it was watched, too.
             ran: what was watched of it.
-            is_alone: whether none is known to run on into it from an earlier step.
+            is_alone: as for `told`.
         """
         self._is_overtaken = self._is_overtaken or _may_overtake(_taking(shown))
         self._is_clear = self._is_clear and _named(shown) == _named(self.shown)
@@ -137,8 +135,7 @@ class _Pattern:
         """The operations of a step; None: which is which is not known.
 
         Args:
-            is_alone: whether none of an earlier step runs on into it. If the step before was not watched that is not known, and
-                False; but a sample shows its own calls, and is alone unless one is known to run on.
+            is_alone: whether none of an earlier step runs on into it (`_alone`).
         """
         places = self._places(ran, is_alone=is_alone) if self._is_clear else None
         if places is None or not self._delays or self._are_close(ran, places):
@@ -295,20 +292,26 @@ def _may_overtake(issued: Iterable[tuple[str, str]]) -> bool:
     return False
 
 
-def _carrying(steps: Sequence[Step], found: Mapping[int, Sequence[Ran]]) -> set[int]:
-    """Places of watched steps into which an operation of an earlier one runs on."""
-    carrying = set()
+def _alone(
+    steps: Sequence[Step],
+    found: Mapping[int, Sequence[Ran]],
+    holes: Sequence[tuple[int, int, None]],
+    sampled: Container[int],
+) -> set[int]:
+    """Places of watched steps into which no operation of an earlier one runs on. If the step before was not watched that is not
+    known; but a sample shows its own calls, and is alone unless one is known to run on."""
+
+    def is_known(at: int) -> bool:
+        last = bisect.bisect_left(holes, steps[at].start_ns, key=lambda hole: hole[0]) - 1
+        return at in sampled or (at > 0 and holes[last][1] <= steps[at - 1].start_ns)
+
+    alone = set()
     until_ns = 0
     for at in sorted(found):
-        if until_ns > steps[at].start_ns:
-            carrying.add(at)
+        if until_ns <= steps[at].start_ns and is_known(at):
+            alone.add(at)
         until_ns = max(until_ns, *(one.ended_ns for one in found[at]))
-    return carrying
-
-
-def _hole_ends_ns(holes: Sequence[tuple[int, int, None]], before_ns: int) -> int:
-    """When the last one ends that begins before a moment after 0, when the first begins."""
-    return holes[bisect.bisect_left(holes, before_ns, key=lambda hole: hole[0]) - 1][1]
+    return alone
 
 
 def _holes(record: Record) -> list[tuple[int, int, None]]:
