@@ -1004,6 +1004,19 @@ def test_a_long_step_counts_and_is_named() -> None:
     assert any("step 30" in problem and "1 of 48" in problem for problem in breakdown.problems)
 
 
+def test_a_step_that_the_profiler_makes_long_is_not_a_long_one() -> None:
+    """In short steps a sample takes longer than a step, and is in no figure: a user has nothing to look for."""
+    record = Record(header(0, 1))
+    for number in range(50):
+        record.steps.append(Step(number, number * 10**6, (number + 1) * 10**6))
+    start_ns = record.steps[30].start_ns
+    spans = [Span("profiler", start_ns + 10**5, start_ns + 59 * 10**6)]
+    record.steps[30] = record.steps[30]._replace(end_ns=start_ns + 60 * 10**6, spans=spans)
+    breakdown = divide([record])
+    assert breakdown.shares[0].work["profiler"] == pytest.approx(58.9 * 10**6 / 48)
+    assert not any("times the median" in problem for problem in breakdown.problems)
+
+
 def test_an_operation_that_runs_into_the_next_step_is_seen_there_if_that_is_sampled() -> None:
     """Deferred gradients: what was issued in step 3 is hidden in step 4. Without a sample of step 4, the breakdown says so."""
     for sampled, hidden in (((3, 4), 40.0), ((3,), 20.0)):

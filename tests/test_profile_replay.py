@@ -178,6 +178,34 @@ def test_an_end_that_was_noted_late_is_waited_for_all_the_same() -> None:
     assert run(model, takes(faster)) == pytest.approx(faster.step_ns(), rel=1e-2)
 
 
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_a_wait_is_not_for_what_ended_the_one_before(is_marked: bool) -> None:
+    """The end of the first operation is noted as the rank already waits for the last one, whose end is noted late, too."""
+    world = World((10**7,) * 2, ((2 * 10**7, 10**6), (2 * 10**7, 10**7)), 0, 70.0)
+    records = world.records()
+    for record in records:
+        [sample] = record.samples
+        first, last = sample.operations
+        step = record.steps[-1]
+        # After its first wait the rank works for 0.28 ms, and waits again.
+        again_ns = first.ended_ns + 280_000
+        copies = (first.ended_ns, again_ns)
+        waits = (
+            Wait(last.issued_ns, copies[0], "all_reduce", "world"),
+            Wait(again_ns, last.ended_ns, "all_reduce", "world"),
+        )
+        record.steps[-1] = step._replace(waits=waits if is_marked else ())
+        noted = (replace(first, ended_ns=again_ns + 20_000), replace(last, ended_ns=last.ended_ns + 2_150_000))
+        busy = ((step.start_ns, last.issued_ns), copies, (last.ended_ns, step.end_ns))
+        record.samples = [replace(sample, operations=noted, busy=busy)]
+    [model] = models(records)
+    assert {rank: sum(act.compute_ns for act in acts) for rank, acts in model.acts.items()} == dict.fromkeys(
+        (0, 1), 50_281_000.0
+    )
+    faster = replace(world, per_byte_ns=35.0)
+    assert run(model, takes(faster)) == pytest.approx(faster.step_ns(), rel=1e-2)
+
+
 def test_flows_at_their_cap_leave_nothing_to_latency() -> None:
     """Periods that are alike do not tell latency from bytes; flows that always had something to send do: it was bytes."""
     world = World((10**6,) * 2, (*((10**6, 10**6),) * 3, (10**6, 5 * 10**5)), 0, 40.0)

@@ -17,7 +17,7 @@ from penstock.profiling.clocks import WALL_AGREES_NS, Clock, clocks
 from penstock.profiling.intervals import Piece, clipped, overlaps, union, without
 from penstock.profiling.lateness import Beginnings, Key
 from penstock.profiling.matching import by_rank, meetings
-from penstock.profiling.phases import backward_passes, marked_waits, phases
+from penstock.profiling.phases import backward_passes, marked_waits, phases, profiler_ns
 from penstock.profiling.record import Record, Sample, Step
 from penstock.profiling.remembered import remembered
 from penstock.profiling.turns import Course, Turns, turns
@@ -468,15 +468,14 @@ def _counted(record: Record, problems: list[str]) -> list[Step]:
             )
         return steps[-1:]
     steps = steps[warm_up:]
-    median = statistics.median(step.end_ns - step.start_ns for step in steps)
-    long = [step for step in steps if step.end_ns - step.start_ns > OUTLIER * median]
+    lengths = [step.end_ns - step.start_ns - profiler_ns(step, step.end_ns) for step in steps]
+    median = statistics.median(lengths)
+    long = [length for length in lengths if length > OUTLIER * median]
     if long:
-        longest = max(long, key=lambda step: step.end_ns - step.start_ns)
-        part = sum(step.end_ns - step.start_ns for step in long) / sum(step.end_ns - step.start_ns for step in steps)
         problems.append(
             f"{len(long)} of {len(steps)} steps of rank {rank} took more than {OUTLIER} times the median of "
-            f"{median / 1e6:.3f} ms, {100 * part:.1f} % of all time; the longest is step {longest.number} with "
-            f"{(longest.end_ns - longest.start_ns) / 1e6:.3f} ms. The means include them"
+            f"{median / 1e6:.3f} ms, {100 * sum(long) / sum(lengths):.1f} % of all time; the longest is step "
+            f"{steps[lengths.index(max(long))].number} with {max(long) / 1e6:.3f} ms. The means include them"
         )
     return steps
 

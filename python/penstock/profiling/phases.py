@@ -9,7 +9,7 @@ from penstock.profiling.breakdown import OTHER, PHASES
 from penstock.profiling.intervals import Piece, clipped, innermost, union, without
 from penstock.profiling.record import Step
 
-__all__ = ["backward_passes", "held_up", "marked_waits", "pass_at", "phases"]
+__all__ = ["backward_passes", "held_up", "marked_waits", "pass_at", "phases", "profiler_ns"]
 
 
 def phases(step: Step) -> list[Piece[str]]:
@@ -66,8 +66,13 @@ def held_up(step: Step) -> tuple[int, int]:
     late by that: until it first waited for the others, in a marked wait or at the end of a backward pass."""
     ends = [wait.end_ns for wait in step.waits] + [span.end_ns for span in step.spans if span.phase == "backward"]
     until_ns = min(ends, default=step.end_ns)
+    return profiler_ns(step, until_ns), until_ns
+
+
+def profiler_ns(step: Step, until_ns: int) -> int:
+    """For how long torch's profiler starts and stops in a step, from its begin to a moment."""
     spans = ((span.start_ns, span.end_ns, None) for span in step.spans if span.phase == "profiler")
-    return sum(end - start for start, end, _ in union(clipped(spans, step.start_ns, until_ns))), until_ns
+    return sum(end - start for start, end, _ in union(clipped(spans, step.start_ns, until_ns)))
 
 
 def _evaluated(outer: list[Piece[str]]) -> list[Piece[str]]:

@@ -355,17 +355,23 @@ def _acts(
         at = min(max(stood[before][0] if is_inside else one.issued_ns, step.start_ns), step.end_ns)
         events.append((at, at, move_of[id(one)], True))
     by_end = sorted(operations, key=lambda one: one.ended_ns)
+    awaited: set[int] = set()
     for start, end, name, group, since in sorted(waiting):
         first = bisect.bisect_right(by_end, start, key=lambda one: one.ended_ns)
-        until = bisect.bisect_right(by_end, end + SLACK_NS, key=lambda one: one.ended_ns)
-        ended = [one for one in by_end[first:until] if since <= one.issued_ns < end]
-        if not ended:
-            # Or its end was noted late: a backend's thread may lose its processor just then.
-            after = bisect.bisect_right(by_end, end + (end - start) // LATE, key=lambda one: one.ended_ns)
-            ended = [one for one in by_end[until:after] if since <= one.issued_ns < end][:1]
-        named = [one for one in ended if kind(one.name) is kind(name) and one.group == group] if name else []
-        # What shares the wire ends in any order, so the thread waited for all of them.
-        events += [(start, min(one.ended_ns, end), move_of[id(one)], False) for one in named or ended]
+        # Its end may be noted late: a backend's thread may lose its processor just then.
+        late_ns = max(SLACK_NS, (end - start) // LATE)
+        until = bisect.bisect_right(by_end, end + late_ns, key=lambda one: one.ended_ns)
+        near = [one for one in by_end[first:until] if since <= one.issued_ns < end]
+        named = [one for one in near if kind(one.name) is kind(name) and one.group == group] if name else []
+        for ended in named, near:
+            # Not for what ended an earlier wait, the end of which was noted in this one.
+            fresh = [one for one in ended if id(one) not in awaited] or ended
+            # What shares the wire ends in any order, so the thread waited for all of them.
+            ended = [one for one in fresh if one.ended_ns <= end + SLACK_NS] or fresh[:1]
+            if ended:
+                break
+        events += [(start, min(one.ended_ns, end), move_of[id(one)], False) for one in ended]
+        awaited.update(id(one) for one in ended)
     events.sort(key=lambda event: (event[0], not event[3]))
     acts: list[Act] = []
     done_ns = step.start_ns
