@@ -122,15 +122,16 @@ def test_more_streams_come_true() -> None:
     assert sorted(misses)[len(misses) // 2] <= 0.15, misses
 
 
-def test_gloo_has_no_setting_for_more_streams() -> None:
-    """Against a flow's cap it is told to make room for a backend that has several."""
+def test_each_backend_is_told_its_way_to_more_streams() -> None:
+    """Against a flow's cap; gloo is told to make room for a backend that has several."""
     job, _ = planted_records.drawn("one-flow cap", 0)
     job.streams = 1
     records, breakdown = planted_records.played(job)
     for backend, change in (
         ("penstock", "PENSTOCK_STREAMS="),
         ("gloo", "init_process_group('penstock') instead of gloo"),
-        ("nccl", "init_process_group('penstock') instead of nccl"),
+        ("nccl", "NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4, if they are not set"),
+        ("ucc", "init_process_group('penstock') instead of ucc"),
     ):
         for record in records:
             record.header.about["backend"] = backend
@@ -234,6 +235,86 @@ def test_threads_are_offered_where_cores_are_free_for_them(threads: int, setting
     assert found.settings == settings and ("PENSTOCK_IO_THREADS" in found.change) == bool(settings)
 
 
+@pytest.mark.parametrize("is_sampled", [True, False])
+def test_what_stays_within_hosts_has_a_bound_of_its_own(is_sampled: bool) -> None:
+    """Two ranks a host: tensor parallel sums within hosts take as long as gradients on a full link between them. Where no sample
+    tells whose sums these are, all is one."""
+    job, _ = planted_records.drawn("capped link", 1)
+    job.ranks, job.links, job.hidden, job.is_overrun, job.efficiency = 2, {1: job.link / 8}, 0.1, False, 0.9
+    job.resent = dict.fromkeys(job.resent, 0.0)
+    records, breakdown = planted_records.played(job)
+    alone = causes.find(records, breakdown)[0]
+    assert alone.kind == "link"
+    shares = []
+    for share in breakdown.shares:
+        sync = share.communication[SYNC]
+        tensor = Moving(exposed_wire_ns=2 * sync.exposed_wire_ns, bytes=sync.bytes, operations=8)
+        for rank in (2 * share.rank, 2 * share.rank + 1):
+            step_ns = share.step_ns + tensor.exposed_wire_ns
+            moving = {SYNC: sync, "tensor": tensor}
+            shares.append(dataclasses.replace(share, rank=rank, step_ns=step_ns, communication=moving))
+    ranks = []
+    for record in records:
+        if record.is_of_host:
+            ranks.append(record)
+            continue
+        # Counters are of a longer step.
+        longer = shares[0].step_ns / breakdown.shares[0].step_ns
+        for rank in (2 * record.header.rank, 2 * record.header.rank + 1):
+            own = Record(dataclasses.replace(record.header, rank=rank, world=4), record.steps)
+            if is_sampled:
+                groups = (("world", 4, SYNC), (record.header.host, 2, "tensor"))
+                sums = [Operation("all_reduce", name, 0, 1, 2, 8, count, None, what) for name, count, what in groups]
+                own.samples.append(Sample(3, (), tuple(sums)))
+            ranks.append(own)
+    for record in records:
+        for reading in record.readings:
+            of_links = {"nic", "streams", "stream"}
+            names = [name for name in reading.values if name.split(".")[0] in of_links and name.endswith("bytes")]
+            reading.values.update({name: reading.values[name] / longer for name in names})
+    found = causes.find(ranks, Breakdown(tuple(shares), breakdown.offsets_ns))
+    by_kind = {cause.kind: cause for cause in found}
+    if is_sampled:
+        assert {"link", "memory copies"} <= set(by_kind), found
+        assert by_kind["link"].link == "eth0" and by_kind["link"].host == alone.host
+        assert by_kind["link"].cost_ns == pytest.approx(alone.cost_ns, rel=0.02)
+        assert by_kind["memory copies"].cost_ns == pytest.approx(2 * alone.cost_ns, rel=0.02)
+    else:
+        assert "memory copies" not in by_kind and "link" not in by_kind
+
+
+@pytest.mark.parametrize(("is_of_one", "is_disk"), [(False, True), (False, False), (True, True)])
+def test_a_checkpoint_is_told_with_its_bytes_and_the_disk(is_of_one: bool, is_disk: bool) -> None:
+    job, _ = planted_records.drawn("slow rank", 3)
+    job.more = {}
+    records, breakdown = planted_records.played(job)
+    [number, *_] = [share.rank for share in breakdown.shares]
+    pause_ns = 0.5 * breakdown.shares[0].step_ns
+    shares = []
+    for share in breakdown.shares:
+        moving = share.communication[SYNC]
+        if is_of_one and share.rank != number:
+            waited_ns = moving.exposed_wait_ns + pause_ns
+            moving = dataclasses.replace(moving, exposed_wait_ns=waited_ns, waited_for={number: waited_ns})
+            shares.append(dataclasses.replace(share, communication={SYNC: moving}))
+        else:
+            shares.append(dataclasses.replace(share, work={**share.work, "checkpoint": pause_ns}))
+    shares = [dataclasses.replace(share, step_ns=share.step_ns + pause_ns) for share in shares]
+    for record in records:
+        for reading in record.readings:
+            seconds = (reading.time_ns - record.readings[0].time_ns) / 1e9
+            values = {"disk.vda.busy_s": 0.3 * seconds * is_disk, "pressure.io_s": 0.0}
+            for rank in range(job.ranks):
+                values[f"pid.{1000 + rank}.disk_written_bytes"] = 50e6 * seconds
+            reading.values.update(values)
+    [found] = [each for each in causes.find(records, Breakdown(tuple(shares))) if each.kind == "checkpoint"]
+    assert found.rank == (number if is_of_one else None)
+    written = 50e6 * shares[0].step_ns / 1e9
+    assert found.numbers["written_bytes_per_step"] == pytest.approx(written, rel=0.02)
+    assert f"writes {written / 1e6:.1f} MB a step" in found.text
+    assert ("to vda, busy for 30% of the time" if is_disk else "and no disk is busy for as long") in found.text
+
+
 def accumulated(passes: int, *, times: int = 1) -> list[Record]:
     """Two ranks that sum ``times`` buckets of 128 KiB in each of some backward passes of a step, and stand still for each."""
     ms = 1_000_000
@@ -325,7 +406,8 @@ def test_settings_are_those_of_the_change() -> None:
             record.header.about["backend"] = backend
         found = causes.find(records, breakdown)[0]
         streams = {"PENSTOCK_STREAMS": found.change.removeprefix("PENSTOCK_STREAMS=")}
-        assert found.settings == {"penstock": streams, "gloo": {"backend": "penstock"}, "nccl": {}}[backend]
+        sockets = {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
+        assert found.settings == {"penstock": streams, "gloo": {"backend": "penstock"}, "nccl": sockets}[backend]
 
 
 @pytest.mark.parametrize("seed", range(4))

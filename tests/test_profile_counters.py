@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
 import resource
@@ -170,6 +171,18 @@ def test_a_file_that_grows_is_read_less_often(tmp_path: pathlib.Path, monkeypatc
     # What is read less often than each period comes less often, too.
     slow = [each.time_ns for each in found.readings if "cpu.busy_s" in each.values]
     assert slow[-1] - slow[-2] >= 7 * sampler.SLOW_NS
+
+
+@pytest.mark.parametrize(("period_ms", "details_ms"), [(10, 50), (20, 100), (100, 2000), (500, 2000)])
+def test_shorter_periods_are_for_details_too(tmp_path: pathlib.Path, period_ms: int, details_ms: int) -> None:
+    """What costs more comes each fifth period, if that is more often than usual."""
+    sampled = sampler.Sampler([os.getpid()], tmp_path / "host.jsonl", period_ms * 1_000_000)
+    for now_ms in range(period_ms, 20_000, period_ms):
+        sampled.tick(now_ms * 1_000_000)
+    found = record.read(tmp_path / "host.jsonl")
+    for name in ("cpu.busy_s", f"pid.{os.getpid()}.memory_bytes"):
+        times = [each.time_ns / 1e6 for each in found.readings if name in each.values]
+        assert {b - a for a, b in itertools.pairwise(time for time in times if time > 12_000)} == {details_ms}, name
 
 
 def test_pids_that_are_nobodys(tmp_path: pathlib.Path) -> None:

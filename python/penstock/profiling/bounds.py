@@ -262,7 +262,11 @@ def _flow_cap(measures: Measures, links: Sequence[Link], cost_ns: float) -> Caus
         is_known = link.limit is not None and link.limit.is_known
         gain_ns = cost_ns * (1 - max(count / wanted, (link.share or 0.0) / REACHED)) if is_known else None
     settings = {"PENSTOCK_STREAMS": str(wanted)} if wanted > count else {}
-    if not has_settings(measures.backend):
+    if measures.backend == "nccl":
+        change, settings = " ".join(f"{name}={value}" for name, value in NCCL_SOCKETS.items()), dict(NCCL_SOCKETS)
+        change += ", if they are not set: 16 connections to each peer; or init_process_group('penstock'), which has "
+        change += "several, too, and takes tensors of GPUs through the host's memory"
+    elif not has_settings(measures.backend):
         change = f"init_process_group('penstock') instead of {measures.backend}: it has several streams to each peer"
         settings = {"backend": "penstock"} if measures.backend == "gloo" else {}
     return Cause(
@@ -271,11 +275,12 @@ def _flow_cap(measures: Measures, links: Sequence[Link], cost_ns: float) -> Caus
 
 
 def _copies(measures: Measures, links: Sequence[Link], cost_ns: float) -> Cause | None:
-    """Ranks of one host: nothing of what they reduce crosses an interface."""
+    """Nothing of what ranks reduce crosses an interface."""
     moved = max((rank.bytes for rank in measures.ranks), default=0.0)
     crossed = max((link.own_bytes for link in links), default=0.0)
     hosts = {rank.host for rank in measures.ranks}
-    if moved <= 0 or crossed > INSIDE * moved or len(measures.ranks) < 2 or len(hosts) > 1 or "" in hosts:
+    is_one_host = len(measures.ranks) > 1 and len(hosts) == 1 and "" not in hosts and crossed <= INSIDE * moved
+    if moved <= 0 or not (is_one_host or measures.is_within):
         return None
     rank = max(measures.ranks, key=measures.wire_ns)
     wire_ns = measures.wire_ns(rank)
@@ -329,6 +334,8 @@ def _mbit(bytes_per_s: float) -> str:
 
 
 MORE_THREADS = {"PENSTOCK_IO_THREADS": "4"}
+NCCL_SOCKETS = {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
+"""What NCCL's guide names for 100 Gbit/s; outside some clouds it has one of each."""
 QUEUED_OF_WIRE = 0.3
 FOREIGN = 0.1
 """Of a link's limit: headers, acknowledgements and connections that were not seen are some percent."""

@@ -24,7 +24,8 @@ def find(records: Sequence[Record], breakdown: Breakdown) -> list[Cause]:
     if not measures.ranks or measures.unprofiled_ns <= 0:
         return []
     found: dict[tuple[str, int | None, str], Cause] = {}
-    for cause in (*_waits(measures), *wire(measures), *_work(measures)):
+    bounds = (cause for reach in measures.by_reach() for cause in wire(reach))
+    for cause in (*_waits(measures), *bounds, *_work(measures)):
         key = cause.kind, cause.rank, cause.host
         found[key] = cause if key not in found else _joined(found[key], cause)
     shown = [cause for cause in found.values() if cause.cost_ns >= LEAST_SHARE * measures.unprofiled_ns]
@@ -122,8 +123,10 @@ def _straggler(measures: Measures, number: int, waited_ns: float) -> Cause:
         return Cause("contention", "wait", text, change, waited_ns, gain_ns, settings=settings, **where)  # type: ignore[arg-type]
     if phase == "loading":
         return _loader(measures, rank, waiting, waited_ns, gain_ns, numbers)
-    if phase in ("checkpoint", "evaluation"):
-        return Cause(phase, phase, f"{waiting}, for its {phase}", CHANGES[phase], waited_ns, gain_ns, **where)  # type: ignore[arg-type]
+    if phase in PAUSES:
+        told, found = _disk_of_checkpoint(measures, rank) if phase == "checkpoint" else ("", {})
+        where["numbers"] = {**numbers, **found}
+        return Cause(phase, phase, f"{waiting}, for its {phase}{told}", CHANGES[phase], waited_ns, gain_ns, **where)  # type: ignore[arg-type]
     text = f"{waiting}, which spends {ms(more.get(phase, 0.0))} more in {phase} than they do"
     if more.get(phase, 0.0) < OF_EXCESS * waited_ns:
         text += ": that does not explain it, and no other phase does"
@@ -177,9 +180,15 @@ def _work(measures: Measures) -> Iterator[Cause]:
             measures, slowest, f"each rank waits {ms(loading)} a step for its batch", loading, loading, numbers
         )
         yield dataclasses.replace(cause, rank=None)
-    for phase in ("checkpoint", "evaluation"):
+    for phase in PAUSES:
         spent = min(rank.share.work.get(phase, 0.0) for rank in measures.ranks)
-        yield Cause(phase, phase, f"{ms(spent)} a step go to {phase}, in the mean", CHANGES[phase], spent)
+        numbers = {f"{phase}_ms": spent / 1e6, "share_of_step": spent / measures.unprofiled_ns}
+        told = ""
+        if phase == "checkpoint" and spent > 0:
+            told, found = _disk_of_checkpoint(measures, max(measures.ranks, key=lambda rank: rank.written_bytes))
+            numbers |= found
+        text = f"{ms(spent)} a step go to {phase}, in the mean{told}"
+        yield Cause(phase, phase, text, CHANGES[phase], spent, numbers=numbers)
     usual = _queued(measures)
     text = f"the training thread of each rank could have run for {ms(usual)} a step more, and found no free processor"
     change, settings = free_cores(measures)
@@ -228,6 +237,19 @@ def _compute(measures: Measures, compute_ns: float) -> Cause:
     return Cause("compute", "compute", text, change, compute_ns, numbers=numbers, settings=settings)
 
 
+def _disk_of_checkpoint(measures: Measures, rank: Rank) -> tuple[str, dict[str, float]]:
+    """What a rank writes, and whether a disk is busy for as long as that takes, or the rank makes bytes of tensors meanwhile."""
+    disk, busy = measures.disks(rank.host)
+    stalled = measures.pressure(rank.host, "io") or 0.0
+    numbers = {"disk_busy_share": busy, "disk_stall_share": stalled, "written_bytes_per_step": rank.written_bytes}
+    if rank.written_bytes <= DISK_BYTES:
+        return "", numbers
+    text = f"; rank {rank.number} writes {rank.written_bytes / 1e6:.1f} MB a step"
+    if max(busy, stalled) >= DISK_OF_LOADING * rank.share.work.get("checkpoint", 0.0) / measures.step_ns:
+        return f"{text} to {disk or 'disk'}, busy for {busy:.0%} of the time", numbers
+    return f"{text}, and no disk is busy for as long", numbers
+
+
 def _loader(
     measures: Measures, rank: Rank, text: str, cost_ns: float, gain_ns: float, numbers: Mapping[str, float]
 ) -> Cause:
@@ -274,6 +296,7 @@ def _listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
+PAUSES = ("checkpoint", "evaluation")
 CHANGES = {
     "straggler": "look at that rank's device, its clock and what else it runs, or give it smaller batches",
     "checkpoint": "torch.distributed.checkpoint.async_save, or fewer checkpoints",

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import ipaddress
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from penstock.addresses import split
 from penstock.profiling.breakdown import MEASURING, SYNC, Breakdown, Share
 from penstock.profiling.intervals import overlaps, union, without
-from penstock.profiling.matching import canonical
+from penstock.profiling.matching import by_rank, canonical, meetings
 from penstock.profiling.phases import backward_passes, marked_waits, pass_at, phases
 from penstock.profiling.record import Interval, Record
 from penstock.profiling.streams import ends
@@ -46,6 +47,8 @@ class Rank:
     """Its time on a processor."""
     disk_bytes: float
     """Read from a disk, by the rank and the processes that it has started."""
+    written_bytes: float
+    """Written to a disk, by the same, at once or later."""
 
     @property
     def number(self) -> int:
@@ -111,7 +114,13 @@ class Measures:
         self._records = {record.header.rank: record for record in records if not record.is_of_host and record.steps}
         self._hosts = {host.name: host for host in hosts(records)}
         self._places = _places(self._hosts.values())
-        self.ranks = [self._rank(share) for share in breakdown.shares]
+        purposes = {purpose for share in breakdown.shares for purpose in share.communication}
+        self._within = self._of_hosts() & purposes
+        """Purposes whose operations all stay within hosts."""
+        self._beyond = purposes - self._within
+        self.is_within = False
+        """Nothing that counts here leaves a host."""
+        self.ranks = [self._rank(share, purposes) for share in breakdown.shares]
         backends = {str(record.header.about.get("backend", "")) for record in self._records.values()}
         self.clocks_unsure_ns = max((wrong for _, wrong in breakdown.offsets_ns.values()), default=0.0)
         """By how much a wait may have been taken for wire, of each operation between hosts."""
@@ -122,13 +131,39 @@ class Measures:
         """What counters count in, whatever the ranks do meanwhile."""
         self.unprofiled_ns = self.median(rank.share.unprofiled_ns for rank in self.ranks)
         """What causes explain a part of."""
-        self.links = [link for host in self._hosts.values() if (link := self._link(host)) is not None]
+        self.links = self._links()
         self.loopback_bytes = self._loopback()
         """That the ranks send to each other within a host, through TCP; per step and rank."""
         self.memory_read_bytes = self._memory_read()
         """That a rank reads from the memory of others on its host, per step, mean of the host whose ranks read most."""
         self.resent = self._resent()
         """By host, how often its connections sent something again, and other hosts' to it."""
+
+    def by_reach(self) -> list[Measures]:
+        """The same job, once for what goes from host to host and once for what stays within hosts, since each has a bound of its
+        own: of communication, and of the time that links have for it, only that counts. One, where all is of one kind, or
+        unknown."""
+        if not self._within or not self._beyond:
+            return [self]
+        beyond, within = copy.copy(self), copy.copy(self)
+        beyond.ranks = [self._rank(rank.share, self._beyond) for rank in self.ranks]
+        beyond.links = beyond._links()
+        within.ranks = [self._rank(rank.share, self._within) for rank in self.ranks]
+        within.links, within.is_within = [], True
+        return [beyond, within]
+
+    def _of_hosts(self) -> set[str]:
+        """Purposes of which no sampled operation has ranks of two hosts."""
+        records, _ = by_rank(list(self._records.values()))
+        of = {record.header.rank: record.header.host for record in records}
+        if len(set(of.values())) < 2 or "" in of.values():
+            return set()
+        within: set[str] = set()
+        beyond: set[str] = set()
+        for meeting in meetings(records):
+            is_within = meeting.is_whole and len({of[rank] for rank, _ in meeting.parts}) == 1
+            (within if is_within else beyond).update(one.purpose for _, one in meeting.parts)
+        return within - beyond
 
     def median(self, values: Iterable[float]) -> float:
         return statistics.median(found) if (found := list(values)) else 0.0
@@ -227,14 +262,19 @@ class Measures:
         share, name = max(busy, default=(0.0, ""))
         return name, share
 
-    def _rank(self, share: Share) -> Rank:
+    def _rank(self, share: Share, purposes: Collection[str]) -> Rank:
         record = self._records.get(share.rank)
         host = self._hosts.get(record.header.host) if record is not None else None
-        moving = share.communication.values()
+        all_ns = sum(one.exposed_wire_ns + one.hidden_wire_ns for one in share.communication.values())
+        counts = {purpose: moving for purpose, moving in share.communication.items() if purpose in purposes}
+        share, moving = replace(share, communication=counts), counts.values()
+        wire_ns = sum(one.exposed_wire_ns + one.hidden_wire_ns for one in moving)
+        # A thread moves bytes of all purposes: of these as much as they take of the time on the wire.
+        part = wire_ns / all_ns if all_ns > 0 else 1.0
         queued: float | None = None
         ran = 0.0
         communication = (0.0, 0.0)
-        disk = 0.0
+        read = written = 0.0
         if record is not None and host is not None:
             window, prefix = steady(record), f"pid.{record.header.pid}."
             per_step = share.step_ns / 1e9
@@ -252,21 +292,28 @@ class Measures:
                     communication = max(communication, times)
             if queued is None and f"{prefix}queued_s" in host.counters:
                 queued, ran = rate(f"{prefix}queued_s") * 1e9, rate(f"{prefix}cpu_s") * 1e9
-            disk = rate(f"{prefix}disk_read_bytes") + rate(f"{prefix}workers.disk_read_bytes")
+            read, written = (
+                rate(f"{prefix}disk_{name}_bytes") + rate(f"{prefix}workers.disk_{name}_bytes")
+                for name in ("read", "written")
+            )
         return Rank(
             share,
             record.header.host if record is not None else "",
-            wire_ns=sum(one.exposed_wire_ns + one.hidden_wire_ns for one in moving),
+            wire_ns=wire_ns,
             exposed_wire_ns=sum(one.exposed_wire_ns for one in moving),
             exposed_wait_ns=sum(one.exposed_wait_ns for one in share.without_bubbles.values()),
             operations=sum(one.operations for one in moving),
             bytes=sum(one.bytes for one in moving),
             training_queued_ns=queued,
             training_cpu_ns=ran,
-            communication_queued_ns=max(0.0, communication[1] - sum(share.work.values())),
-            communication_cpu_ns=communication[0],
-            disk_bytes=disk,
+            communication_queued_ns=part * max(0.0, communication[1] - sum(share.work.values())),
+            communication_cpu_ns=part * communication[0],
+            disk_bytes=read,
+            written_bytes=written,
         )
+
+    def _links(self) -> list[Link]:
+        return [link for host in self._hosts.values() if (link := self._link(host)) is not None]
 
     def _link(self, host: Host) -> Link | None:
         ranks = [rank for rank in self.ranks if rank.host == host.name]

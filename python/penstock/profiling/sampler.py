@@ -51,6 +51,12 @@ class Sampler:
         """Whether one of the ranks is still there."""
         return bool(self._processes.pids)
 
+    def _rarely(self, usual_ns: int) -> int:
+        """How often what costs more is read. Who asks for shorter periods than usual has that more often, too."""
+        if self._first_period_ns < USUAL_PERIOD_NS:
+            usual_ns = min(usual_ns, PERIODS * self._first_period_ns)
+        return self._slower * max(usual_ns, self._first_period_ns)
+
     def tick(self, now_ns: int) -> None:
         """Read what is due.
 
@@ -63,12 +69,11 @@ class Sampler:
         self._interfaces.read(values)
         self._processes.read(values)
         # A reading of many streams comes as much later as it costs more.
-        streams_ns = self._slower * max(STREAMS_NS, self._streams.count // 16 * SIXTEEN_STREAMS_NS)
+        streams_ns = max(self._rarely(STREAMS_NS), self._slower * (self._streams.count // 16) * SIXTEEN_STREAMS_NS)
         if self._is_due("streams", now_ns, streams_ns) and not self._streams.read(values):
             self._hurry(now_ns)
         # A short run has few readings; so there are more of them at first.
-        slow_ns = SLOW_NS if now_ns >= self._start_ns + EARLY_NS else SLOW_NS // 2
-        slow_ns = self._slower * max(slow_ns, self._first_period_ns)
+        slow_ns = self._rarely(SLOW_NS if now_ns >= self._start_ns + EARLY_NS else SLOW_NS // 2)
         if self._is_due("slow", now_ns, slow_ns):
             self._processes.details(values)
             self._system.read(values)
@@ -198,6 +203,8 @@ def _run(sampler: Sampler) -> None:
     sampler.close(time.monotonic_ns())
 
 
+USUAL_PERIOD_NS = 100_000_000
+PERIODS = 5
 FIRST_DISCOVERY_NS = 500_000_000
 LAST_DISCOVERY_NS = 16_000_000_000
 SLOW_NS = 2_000_000_000

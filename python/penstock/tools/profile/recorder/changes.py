@@ -29,8 +29,8 @@ def has_gradient_reducer() -> bool:
 
 
 def make(given: Mapping[str, str]) -> None:
-    """Make the changes that a variable names, where the script lets them: what it would have no place for, or has decided
-    itself, stays as it is. Each that was made leaves ``made-NAME`` among the marks. Called once torch is imported.
+    """Make the changes that a variable names, also where the script gives another bucket size, or gloo. Hooks, dtypes on the wire
+    and other backends of its own stay. Each that was made leaves ``made-NAME`` among the marks. Called once torch is imported.
 
     Args:
         given: the environment, as the process began with it.
