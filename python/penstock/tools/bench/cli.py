@@ -19,6 +19,7 @@ from penstock.tools.bench import (
     training,
     tuner,
     urgency,
+    watching,
 )
 from penstock.tools.bench.aggregated import command as aggregated
 from penstock.tools.bench.collectives import COLLECTIVES
@@ -59,5 +60,6 @@ for _name, _subject in {
     "recording": recording,
     "breakdown": breakdown,
     "causes": causes,
+    "watching": watching,
 }.items():
     command.add_command(_subject.command, _name)
