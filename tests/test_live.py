@@ -26,6 +26,7 @@ import pytest
 import rich.console
 import torch
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import browser
 import forked
@@ -987,18 +988,16 @@ def test_warnings_are_still_printed() -> None:
 
 
 def test_scalars(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """They are written once a step; without tensorboard one line says which package is missing."""
-    written: list[tuple[str, float, int]] = []
-    stand_in = types.ModuleType("torch.utils.tensorboard")
-    writer = types.SimpleNamespace(add_scalar=lambda *what: written.append(what), close=lambda: None)
-    monkeypatch.setattr(stand_in, "SummaryWriter", lambda folder, **_: writer, raising=False)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stand_in)
+    """TensorBoard reads them, once a step; where it is missing one line says which package."""
     made = scalars.write(str(tmp_path))
     assert made is not None
-    seen = fed(2, numbers=lambda rank: {"median_s": 0.25, "steps": 7, "steps_per_s": 4.0})
-    made.write(seen)
-    made.write(seen)
-    assert written.count(("penstock/step_ms", 250.0, 7)) == 1 and ("penstock/steps_per_s", 4.0, 7) in written
+    for step in (7, 7, 9):
+        seen = fed(2, numbers=lambda rank, steps=step: {"median_s": 0.25, "steps": steps, "steps_per_s": 4.0})
+        made.write(seen)
+    made.close()
+    read = EventAccumulator(str(tmp_path)).Reload()
+    assert {"penstock/step_ms", "penstock/steps_per_s", "penstock/ranks_silent_or_lost"} <= set(read.Tags()["scalars"])
+    assert [(each.step, each.value) for each in read.Scalars("penstock/step_ms")] == [(7, 250.0), (9, 250.0)]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert scalars.write(str(tmp_path)) is None
     (line,) = caplog.messages
