@@ -19,8 +19,9 @@ from penstock.tools.bench.launcher import BenchError
 from penstock.tools.bench.options import check_files
 from penstock.tools.bench.output import reporting_errors, result_console, say, write_json
 from penstock.tools.bench.program import run_program
-from penstock.tools.bench.training_rank import MODELS
 from penstock.tools.testbed.bed import Loopback
+
+MODELS = ("char-gpt", "cnn")
 
 
 @click.command()
@@ -33,7 +34,7 @@ from penstock.tools.testbed.bed import Loopback
 def command(model: str, ranks: int, seconds: int, period_ms: int, timeout: float, json_path: str | None) -> None:
     """Measure what the live view (PENSTOCK_LIVE) and the counters of `penstock profile` take of a processor."""
     check_files(json_path=json_path, report_path=None)
-    [chosen] = names_of("model", model, tuple(MODELS))
+    [chosen] = names_of("model", model, MODELS)
     with reporting_errors():
         say(f"{chosen}, {ranks} ranks, a viewer, counters every {period_ms} ms, {seconds} s ...")
         description = machine.describe()
