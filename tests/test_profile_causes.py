@@ -315,6 +315,27 @@ def test_a_checkpoint_is_told_with_its_bytes_and_the_disk(is_of_one: bool, is_di
     assert ("to vda, busy for 30% of the time" if is_disk else "and no disk is busy for as long") in found.text
 
 
+@pytest.mark.parametrize("foreign", [0.0, 0.3])
+def test_what_closed_connections_carried_last_is_nobody_elses(foreign: float) -> None:
+    """Connections are closed at the end of a short run, half a second after their last reading; another stays open. Traffic that
+    is somebody else's is found all the same."""
+    job = planted_records.Job(1, random.Random(1), gradient_bytes=6e6, steps=24)
+    job.foreign = dict.fromkeys(range(2), foreign * job.link)
+    records, breakdown = planted_records.played(job)
+    for record in records:
+        sums = [each for each in record.readings if "streams.eth0.tx_bytes" in each.values]
+        for reading in sums[-2:]:
+            streams = {name: value for name, value in sums[-3].values.items() if name.startswith("stream")}
+            reading.values.update(streams)
+        for reading in record.readings[record.readings.index(sums[-3]) + 1 :] if sums else ():
+            for name in [name for name in reading.values if name.startswith("stream") and reading not in sums]:
+                del reading.values[name]
+    found = measures.Measures(records, breakdown).links
+    assert len(found) == 2
+    for link in found:
+        assert link.foreign_bytes_per_s == pytest.approx(foreign * job.link, abs=0.02 * job.link), link
+
+
 def accumulated(passes: int, *, times: int = 1) -> list[Record]:
     """Two ranks that sum ``times`` buckets of 128 KiB in each of some backward passes of a step, and stand still for each."""
     ms = 1_000_000

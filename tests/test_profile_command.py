@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import pathlib
@@ -19,10 +20,12 @@ import pytest
 
 import forked
 from penstock.cli import main
-from penstock.profiling import record
+from penstock.profiling import measures, record
+from penstock.profiling.divide import divide
+from penstock.profiling.readers import load
 from penstock.profiling.record import Event, Header, Record, Step
 from penstock.tools.profile import run
-from penstock.tools.testbed import Testbed
+from penstock.tools.testbed import LinkSpec, Testbed
 
 SCRIPT = pathlib.Path(__file__).parent / "profiled" / "train.py"
 
@@ -97,6 +100,33 @@ def test_commands_that_begin_together_have_folders(tmp_path: pathlib.Path, monke
         folders = [folder for each in pool.map(choose, range(count)) for folder in each]
     assert len({folder for folder in folders if folder.name.startswith("penstock-profile-")}) == 20 * count
     assert len(set(folders)) == 20 * count + 20
+
+
+def test_each_host_has_a_command_and_all_share_a_folder(tmp_path: pathlib.Path) -> None:
+    """As on a cluster: torchrun under `penstock profile` on two hosts. Both commands tell of both ranks at the end, and the
+    folder has each host's counters, by which all bytes on the link are the ranks' own."""
+    folder = tmp_path / "shared"
+    env = {"READINGS": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    with Testbed(hosts=2, link=LinkSpec(rate_mbit=200)) as bed, contextlib.ExitStack() as outputs:
+        commands = []
+        for host in range(2):
+            launcher = ["torchrun", "--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", "1"]
+            launcher += ["--master-addr", bed.address(0), "--master-port", "29400", str(SCRIPT), "ddp", "penstock"]
+            command = [sys.executable, "-m", "penstock", "profile", "--output", str(folder), "--", *launcher]
+            out = outputs.enter_context(open(tmp_path / f"out-{host}", "w"))
+            commands.append(bed.popen(host, command, env=env, stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path))
+        codes = [command.wait(120) for command in commands]
+    said = [(tmp_path / f"out-{host}").read_text() for host in range(2)]
+    assert codes == [0, 0], said
+    records = load(folder)
+    assert isinstance(records, list)
+    hosts = {each.header.rank: each.header.host for each in records if each.steps}
+    assert sorted(hosts) == [0, 1] and len(set(hosts.values())) == 2
+    assert {path.stem for path in folder.glob("host-*.jsonl")} == {f"host-{name}" for name in hosts.values()}
+    for text in [*said, profile(tmp_path, "--read", str(folder)).stdout]:
+        assert "Where a step goes" in text and re.search(r"^rank 1 .* ms, ", text, re.MULTILINE), text
+    for link in measures.Measures(records, divide(records)).links:
+        assert link.limit is not None and link.foreign_bytes_per_s < 0.05 * link.limit.bytes_per_s, link
 
 
 def test_an_exit_code_is_the_commands_where_children_are_ignored(tmp_path: pathlib.Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ipaddress
+import itertools
 import math
 import re
 import statistics
@@ -329,6 +330,7 @@ class Measures:
         interface = max(used, key=lambda name: used[name]) if used else interfaces[0]
         # Bytes of the interface are compared with those of connections, so both of the same time.
         window = _covered(host, [f"nic.{interface}.tx_bytes", f"streams.{interface}.tx_bytes"], self._window(host.name))
+        window = _until_closed(host, interface, window)
         step_s, wire_ns = self.step_ns / 1e9, max(self.wire_ns(rank) for rank in ranks)
         mtu = host.last.get(f"nic.{interface}.mtu_bytes", 1500.0)
         streams = self._streams(host, interface, window)
@@ -444,6 +446,30 @@ def _covered(host: Host, names: Sequence[str], window: Interval) -> Interval:
     found = [host.counters[name].times_ns for name in names if name in host.counters]
     start, end = max([window[0], *(times[0] for times in found)]), min([window[1], *(times[-1] for times in found)])
     return (start, end) if start < end else window
+
+
+def _until_closed(host: Host, interface: str, window: Interval) -> Interval:
+    """The window, up to the last reading of connections that were closed before its end: what they carried after that is in no
+    sum, and would be taken for somebody else's. Then they carry less of what the interface does than before, by half."""
+    start, end = window
+
+    def part(start: int, end: int) -> float | None:
+        own, all_of_it = (
+            sum(host.grown(f"{kind}.{interface}.{direction}_bytes", start, end) for direction in ("tx", "rx"))
+            for kind in ("streams", "nic")
+        )
+        return own / all_of_it if all_of_it > 0 else None
+
+    usual = part(start, end)
+    sums = host.counters.get(f"streams.{interface}.tx_bytes")
+    for before, after in reversed(list(itertools.pairwise(sums.times_ns if sums is not None else ()))):
+        if before >= end:
+            continue
+        last = part(before, min(after, end))
+        if usual is None or last is None or last > usual / 2 or before <= (start + end) // 2:
+            break
+        end = before
+    return start, end
 
 
 def _described(host: Host) -> Iterable[tuple[str, str, str]]:
