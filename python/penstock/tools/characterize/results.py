@@ -17,7 +17,19 @@ from penstock.profiling.breakdown import MEASURING, Breakdown
 from penstock.tools.characterize import checked
 from penstock.tools.characterize.matrix import Cell
 
-__all__ = ["Mean", "Outcome", "Rates", "Ratio", "compared", "mean_of", "outcome_of", "ratio", "read", "write"]
+__all__ = [
+    "Estimate",
+    "Mean",
+    "Outcome",
+    "Rates",
+    "averages",
+    "compared",
+    "mean_of",
+    "outcome_of",
+    "ratio",
+    "read",
+    "write",
+]
 
 FORMAT = "penstock-characterization/1"
 
@@ -157,34 +169,53 @@ def mean_of(values: Sequence[float]) -> Mean:
     return Mean(statistics.fmean(values), half, count)
 
 
-class Ratio(NamedTuple):
-    """How many times as much, mean over pairs of cells; and half of its confidence interval of 95 %, unless each has one run."""
+class Estimate(NamedTuple):
+    """A mean over cells, or over pairs of cells; and half of its confidence interval of 95 %, unless each cell has one run."""
 
     value: float
     half: float | None
-    pairs: int
-    """Over which it is: those whose first value is not 0."""
+    over: int
+    """How many cells or pairs."""
 
 
-def ratio(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Ratio:
-    """Of the second to the first of each pair, which are the runs of two cells. Pure.
+def averages(groups: Sequence[Sequence[Sequence[float]]]) -> list[Estimate]:
+    """The mean over the cells of each group. A cell is the values of its runs. Pure.
 
-    Cells have few runs, so their noise, as a share of each one's mean, is taken from all of them together (a pooled variance).
+    Cells have few runs, so their noise is taken from all cells of all groups together (a pooled variance).
+    """
+    cells = [cell for group in groups for cell in group]
+    freedom = sum(len(cell) - 1 for cell in cells)
+    squares = sum((one - statistics.fmean(cell)) ** 2 for cell in cells for one in cell)
+    found = []
+    for group in groups:
+        value = statistics.fmean(map(statistics.fmean, group))
+        half = None
+        if freedom:
+            half = _t(freedom) * math.sqrt(squares / freedom * sum(1 / len(cell) for cell in group)) / len(group)
+        found.append(Estimate(value, half, len(group)))
+    return found
+
+
+def ratio(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Estimate:
+    """How many times as much the second of each pair is as the first, which are the runs of two cells. Pairs whose first mean is
+    0 are left out. Pure.
+
+    As in `averages`, the noise is that of all cells together, here as a share of each cell's mean.
     """
     known = [(before, after) for before, after in pairs if statistics.fmean(before) > 0]
     if not known:
-        return Ratio(0.0, None, 0)
+        return Estimate(0.0, None, 0)
     ratios = [statistics.fmean(after) / statistics.fmean(before) for before, after in known]
     runs = [each for pair in known for each in pair if statistics.fmean(each) > 0]
     freedom = sum(len(each) - 1 for each in runs)
     value = statistics.fmean(ratios)
     if not freedom:
-        return Ratio(value, None, len(known))
+        return Estimate(value, None, len(known))
     noise = sum((one / statistics.fmean(each) - 1) ** 2 for each in runs for one in each) / freedom
     spread = sum(
         each**2 * (1 / len(before) + 1 / len(after)) for each, (before, after) in zip(ratios, known, strict=True)
     )
-    return Ratio(value, _t(freedom) * math.sqrt(noise * spread) / len(known), len(known))
+    return Estimate(value, _t(freedom) * math.sqrt(noise * spread) / len(known), len(known))
 
 
 class Difference(NamedTuple):
