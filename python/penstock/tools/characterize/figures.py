@@ -10,7 +10,7 @@ from penstock.tools.characterize.means import Means, groups, name, network, para
 from penstock.tools.characterize.memory import Kind, Limit, kind_of
 from penstock.tools.characterize.running import COURSE_S, Course
 
-__all__ = ["first", "sections"]
+__all__ = ["changed", "first", "sections"]
 
 
 def first(cells: Sequence[Means]) -> Picture:
@@ -29,6 +29,25 @@ def first(cells: Sequence[Means]) -> Picture:
         labels = [f"{each.cell.model}, {each.cell.parallel}, {name(each.cell)}" for each in chosen]
     bars = [_bar(each, label) for each, label in zip(chosen, labels, strict=True)]
     return Picture("steps", Bars(STEP, bars, KEY), see, how)
+
+
+def changed(pairs: Sequence[tuple[Means, Means]]) -> Picture:
+    """Steps before and after, of the first few cells."""
+    bars = []
+    for old, new in pairs[:FIRST_BARS]:
+        for each, label, colour in ((old, "before", "grey-2"), (new, "after", "series-1")):
+            heading = f"{each.cell.model}, {each.cell.parallel}, {name(each.cell)}" if each is old else ""
+            bars.append(Bar(label, [Part(each.step.value, colour)], f"{each.step.value:.0f} ms", heading=heading))
+    old, new = pairs[0]
+    see = (
+        f"A step of {old.cell.model} took {old.step.value:.1f} ms, and now {new.step.value:.1f} ms ({name(old.cell)})."
+    )
+    how = (
+        "Bars are means over ranks and runs; cells that have changed come first, the largest change before the others."
+    )
+    if len(pairs) > FIRST_BARS:
+        how += f" Of {len(pairs)} cells {FIRST_BARS} are shown."
+    return Picture("changes", Bars(STEP, bars), see, how)
 
 
 def sections(
