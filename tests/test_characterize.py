@@ -11,6 +11,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -332,6 +333,7 @@ def test_what_a_link_carried() -> None:
         records.append(record)
     assert running.carried(records) == pytest.approx((8 * 2e6 * 1.25 / 1e6, 8 * 2e6 * 2 / 1e6, 8 * 1e6 * 1.25 / 1e6))
     assert running.carried([Record(Header(0, 1, "a", 1, 0, 0))]) == (0.0, 0.0, 0.0)
+    assert running.carried(records[:1]) == (0.0, 0.0, 0.0), "nothing crosses a link of a single host"
 
 
 def test_outcomes_are_kept_and_read_again(tmp_path: Path) -> None:
@@ -676,15 +678,20 @@ def test_what_a_link_carried_over_time_is_drawn_from_the_records(tmp_path: Path)
     ]
     (folder / "host-a.jsonl").write_text("".join(map(record.line, [host, *readings])))
     course = running.course_of(tmp_path, cell)
-    assert course == ([0.5, 1.5, 2.5, 3.5, 4.5], [0.0, 0.0, 8.0, 8.0, 8.0], [4.0] * 5)
-    told = report.page([outcome(cell)], "runs", {}, lambda one: running.course_of(tmp_path, one))
+    assert course == ([0.5, 1.5, 2.5, 3.5, 4.5], [0.0, 0.0, 8.0, 8.0, 8.0])
+    # A curve for each network of the cells that are alike but for that, with the most ranks.
+    faster = replace(cell, link_mbit=1000.0)
+    shutil.copytree(folder, tmp_path / f"{faster.key}.0")
+    fewer, larger = replace(cell, ranks=1, batch=4), replace(cell, batch=64)
+    others = [outcome(each) for each in (faster, fewer, larger)]
+    told = report.page([outcome(cell), *others], "runs", {}, lambda one: running.course_of(tmp_path, one))
     [three] = [each for each in told.sections if each.title.startswith("Figure 3")]
     [drawn] = [each for each in three.blocks if isinstance(each, Picture) and each.name == "figure-3-over-time"]
-    assert isinstance(drawn.chart, Lines) and [curve.label for curve in drawn.chart.panels[0].curves] == [
-        "received",
-        "sent",
-    ]
-    assert "up to 8 Mbit/s (gpt2-tiny" in drawn.see
+    assert isinstance(drawn.chart, Lines)
+    [panel] = drawn.chart.panels
+    assert [curve.label for curve in panel.curves] == ["tcp-4 at 100 Mbit/s", "tcp-4 at 1000 Mbit/s"]
+    assert panel.title == "(e) gpt2-tiny, 2 ranks, 8" and len({curve.look for curve in panel.curves}) == 2
+    assert "at most 8 Mbit/s (tcp-4 at 100 Mbit/s), 8 Mbit/s (tcp-4 at 1000" in drawn.see
     staged = replace(cell, parallel="pipeline")
     folder.rename(tmp_path / f"{staged.key}.0")
     piped = report.page([outcome(staged)], "runs", {}, lambda one: running.course_of(tmp_path, one))
@@ -742,6 +749,7 @@ def test_tables_and_a_comparison(tmp_path: Path) -> None:
         "20.0",
         "30.0",
         "10.0",
+        "1.0",
         "30.0",
         "10.0",
         "40%",
@@ -761,6 +769,48 @@ def test_tables_and_a_comparison(tmp_path: Path) -> None:
     shown = CliRunner().invoke(cli.command, ["--show", str(tmp_path / "a"), "--html", str(tmp_path / "page.html")])
     assert shown.exit_code == 0 and "101.0 ± 2.5" in shown.output
     assert "Communication takes 40% of a step" in (tmp_path / "page.html").read_text()
+
+
+def test_a_line_of_the_table_comes_to_its_step() -> None:
+    """Also with phases that have no column, and more than one purpose, whose times then stand in a column of their own. On one
+    host nothing crosses a link, whatever a few bytes of an old record say."""
+    staged = replace(CELL, parallel="pipeline", link_mbit=0.0)
+    work = {"forward": 20.0, "backward": 30.0, "clip": 1.0, "loading": 4.0, "evaluation": 5.0, "other": 3.0}
+    exposed = {"embedding sync": 7.0, "pipeline forward recv": 20.0, "pipeline backward recv": 10.0}
+    waits = {"pipeline forward recv": 15.0, "embedding sync": 2.0}
+    made = [outcome(staged, work=work, exposed=exposed, waits=waits, receive_mbit=0.02, receive_peak_mbit=0.1)]
+    table = tables.times(made)
+    [line] = table.lines
+    told = dict(zip((column.head for column in table.columns), line.cells, strict=True))
+    assert sum(float(told[part]) for part in ("forward", "backward", "optimizer", "other", "wire", "wait")) == 100.0
+    assert (told["other"], told["optimizer"], told["wait"]) == ("12.0", "1.0", "17.0")
+    assert told["by purpose"] == "pipeline forward recv 20.0, pipeline backward recv 10.0, embedding sync 7.0"
+    assert told["received, Mbit/s"] == ""
+    assert "by purpose" not in [column.head for column in tables.times([outcome()]).columns]
+
+
+def test_bars_have_communication_by_purpose() -> None:
+    """As figure 5 of the paper: a colour for each, of which wire comes first; those that it does not have are one. The key has
+    what the picture has."""
+    exposed = {"embedding sync": 7.0, "pipeline forward recv": 20.0, "tensor": 2.0, "pipeline send": 1.0}
+    waits = {"pipeline forward recv": 15.0, "tensor": 2.0}
+    staged = outcome(replace(CELL, parallel="pipeline"), exposed=exposed, waits=waits)
+    chart = figures.first(means.means([staged])).chart
+    assert isinstance(chart, Bars)
+    [bar] = chart.bars
+    drawn = [(part.value, part.colour) for part in bar.parts]
+    assert drawn[:3] == [(20.0, "grey-1"), (30.0, "grey-2"), (20.0, "grey-3")]
+    moving = [(5.0, "series-2"), (15.0, "series-2"), (7.0, "series-4"), (0.0, "series-4")]
+    assert drawn[3:] == [*moving, (1.0, "series-5"), (2.0, "series-5")] and bar.value == 100.0
+    names = [
+        "forward",
+        "backward",
+        "optimizer and others",
+        "pipeline forward recv",
+        "embedding sync",
+        "other communication",
+    ]
+    assert [each.text for each in chart.key] == names
 
 
 def test_runs_that_were_made_otherwise_are_named(tmp_path: Path) -> None:

@@ -28,6 +28,10 @@ class Means:
     def mean(self, of: Callable[[Outcome], float]) -> float:
         return statistics.fmean(self.each(of))
 
+    def work(self, *phases: str) -> float:
+        """Of phases together, ms a step."""
+        return self.mean(lambda run: sum(run.work.get(phase, 0.0) for phase in phases))
+
     @property
     def step(self) -> Mean:
         return mean_of(self.each(lambda run: run.step_ms))
@@ -36,6 +40,16 @@ class Means:
     def share(self) -> float:
         """Communication for which ranks stand still, of the step."""
         return self.mean(lambda run: run.communication_ms / run.step_ms)
+
+    @property
+    def purposes(self) -> dict[str, tuple[float, float]]:
+        """Communication for which ranks stand still, by purpose: wire and wait, in ms a step."""
+        found = {}
+        for purpose in dict.fromkeys(purpose for run in self.runs for purpose in (*run.exposed, *run.waits)):
+            wait = self.mean(lambda run, purpose=purpose: run.waits.get(purpose, 0.0))  # type: ignore[misc]
+            both = self.mean(lambda run, purpose=purpose: run.exposed.get(purpose, 0.0))  # type: ignore[misc]
+            found[purpose] = (both - wait, wait)
+        return found
 
     @property
     def received(self) -> float:

@@ -28,7 +28,7 @@ def page(
     """The report of one run or more, which are in a folder.
 
     Args:
-        course_of: what a host's link carried in a run of a cell, if its records are there.
+        course_of: what a host's link received in a run of a cell, if its records are there.
     """
     cells = means(outcomes)
     most = max(cells, key=lambda each: each.share)

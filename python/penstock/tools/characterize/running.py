@@ -167,9 +167,9 @@ def _finished(command: Sequence[str], environment: Mapping[str, str], timeout_s:
 
 def carried(records: Sequence[Record]) -> Rates:
     """What a host's busiest interface received and sent: means over the steps of its ranks, and the highest rate received; all
-    three are means over the hosts."""
+    three are means over the hosts. Nothing with one host, whose ranks send nothing over a link."""
     found = []
-    for host in hosts(records):
+    for host in hosts(records) if len({each.header.host for each in records}) > 1 else []:
         steps = [each.steps for each in records if each.header.host == host.name and len(each.steps) > 2]
         if not steps or not host.interfaces():
             continue
@@ -195,12 +195,11 @@ def counted_drops(found: Sequence[Drop]) -> dict[str, float]:
 
 
 class Course(NamedTuple):
-    """What the link of a host carried over time, in Mbit/s, between readings of its counters."""
+    """What the link of a host received over time, in Mbit/s, between readings of its counters."""
 
     seconds: list[float]
     """The middle of each time."""
     received: list[float]
-    sent: list[float]
 
 
 def course_of(folder: Path, cell: Cell) -> Course | None:
@@ -216,17 +215,16 @@ def course_of(folder: Path, cell: Cell) -> Course | None:
     host = next((each for each in hosts(records) if steps and each.name == steps[0].header.host), None)
     if host is None or not host.interfaces():
         return None
-    received, sent = (host.counters.get(f"nic.{host.interfaces()[0]}.{way}_bytes") for way in ("rx", "tx"))
+    received = host.counters.get(f"nic.{host.interfaces()[0]}.rx_bytes")
     end = steps[0].steps[-1].end_ns
     start = max(steps[0].steps[2].start_ns, end - round(COURSE_S * 1e9))
-    if received is None or sent is None or received.times_ns != sent.times_ns:
+    if received is None:
         return None
     times = [time_ns for time_ns in received.times_ns if start <= time_ns <= end]
-    course = Course([], [], [])
+    course = Course([], [])
     for first, last in itertools.pairwise(times):
         course.seconds.append(((first + last) / 2 - start) / 1e9)
-        for rates, counted in ((course.received, received), (course.sent, sent)):
-            rates.append(8e3 * counted.grown(first, last) / (last - first))
+        course.received.append(8e3 * received.grown(first, last) / (last - first))
     return course if len(course.seconds) > 1 else None
 
 

@@ -17,32 +17,36 @@ __all__ = ["Both", "both", "comparison", "judged", "models", "times", "unlike"]
 
 def times(outcomes: Sequence[Outcome]) -> Table:
     """A step's parts, as figures 3, 4 and 5 have them."""
+    cells = means(outcomes)
+    has_purposes = any(len(_purposes(each)) > 1 for each in cells)
     lines = []
-    for each in means(outcomes):
+    for each in cells:
         cell = each.cell
         waits = each.mean(lambda run: sum(run.waits.values()))
-        cells = [
+        communication = each.mean(lambda run: run.communication_ms)
+        parts = [each.work(*phases) for phases in PHASES]
+        texts = [
             size(cell),
             _milliseconds(each.step),
-            _part(each, "forward"),
-            _part(each, "backward"),
-            _part(each, "optimizer", "unscale", "inf check", "clip"),
-            f"{each.mean(lambda run: run.communication_ms) - waits:.1f}",
-            f"{waits:.1f}",
+            # The last is what is left of the step, so that a line comes to it.
+            *map(_tenth, (*parts, each.step.value - sum(parts) - communication, communication - waits, waits)),
             f"{each.share:.0%}",
             _rate(each),
+            *([", ".join(_purposes(each))] if has_purposes else []),
         ]
-        lines.append(Line(cells, (f"{cell.model}, {cell.parallel} parallel, {cell.scaling} scaling, {network(cell)}",)))
+        lines.append(Line(texts, (f"{cell.model}, {cell.parallel} parallel, {cell.scaling} scaling, {network(cell)}",)))
     columns = [
         Column("ranks, batch", is_text=True),
         Column("step, ms", meaning="mean of the runs, and half of its confidence interval of 95 %"),
         Column("forward"),
         Column("backward"),
         Column("optimizer"),
+        Column("other", meaning="the rest of the step: loading, evaluations, checkpoints, and what has no name"),
         Column("wire", meaning="communication for which ranks stand still, while bytes move"),
         Column("wait", meaning="for which they stand still because another rank is not there yet"),
         Column("still", meaning="wire and wait, of the step"),
         Column("received, Mbit/s", meaning="by a host's link, on average and at most in a tenth of a second"),
+        *([Column("by purpose", is_text=True, meaning="wire and wait together, ms")] if has_purposes else []),
     ]
     return Table("Where steps go", columns, lines, groups=[Column("model", is_text=True)])
 
@@ -163,8 +167,15 @@ _MADE: dict[str, Callable[[Outcome], str]] = {
 """What should be the same for all runs, as texts; empty: not known."""
 
 
-def _part(each: Means, *phases: str) -> str:
-    return f"{each.mean(lambda run: sum(run.work.get(phase, 0.0) for phase in phases)):.1f}"
+def _purposes(each: Means) -> list[str]:
+    """Of communication, with the time of each, the longest first."""
+    order = sorted(((sum(parts), purpose) for purpose, parts in each.purposes.items()), reverse=True)
+    return [f"{purpose} {_tenth(time)}" for time, purpose in order if time >= LEAST_MS]
+
+
+def _tenth(value: float) -> str:
+    """Not -0.0."""
+    return f"{round(value, 1) + 0.0:.1f}"
 
 
 def _milliseconds(mean: Mean) -> str:
@@ -172,6 +183,13 @@ def _milliseconds(mean: Mean) -> str:
 
 
 def _rate(each: Means) -> str:
-    if not each.received:
+    # Old runs on one host have the few bytes that its interface happened to receive.
+    if not each.cell.link_mbit or not each.received:
         return ""
     return f"{each.received:.0f}, {each.mean(lambda run: run.receive_peak_mbit):.0f}"
+
+
+PHASES = (("forward",), ("backward",), ("optimizer", "unscale", "inf check", "clip"))
+"""Of a step's work, those with columns."""
+LEAST_MS = 0.05
+"""Less is 0.0 in a table."""
