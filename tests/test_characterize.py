@@ -71,6 +71,14 @@ def test_a_matrix_is_the_product_of_its_lists(tmp_path: Path) -> None:
     assert len({cell.key for cell in found.cells}) == len(found.cells)
 
 
+def test_the_matrices_of_the_guide_can_run(root: Path, tmp_path: Path) -> None:
+    """All their cells: that of the first screen, and that of a cluster."""
+    blocks = re.findall(r"```yaml\n(.*?)```", (root / "docs" / "guide" / "characterize.md").read_text(), re.DOTALL)
+    given = [matrix.read(written(tmp_path, block), sorted(MODELS)) for block in blocks]
+    assert [len(each.cells) for each in given] == [16, 6] and not any(each.left_out for each in given)
+    assert running.command_of(given[1].cells[0], 30, 1)[:4] == ["srun", "--ntasks", "4", "./torch_rank.sh"]
+
+
 def test_cells_with_pauses_are_others_and_those_without_keep_their_names(tmp_path: Path) -> None:
     """The names of folders that were made before matrices had pauses."""
     text = "{models: gpt2-tiny, transports: gloo, checkpoint_every: [0, 5], evaluate_every: [0, 5]}"
@@ -203,6 +211,13 @@ def test_outcomes_of_any_kind_are_shown_or_refused(tmp_path: Path, value: object
         ({"batch": 1}, "a batch of 1 is no multiple"),
         ({"parallel": "pipeline", "evaluate_every": 4}, "give a pipeline no evaluate_every"),
         ({"parallel": "pipeline", "checkpoint_every": 4}, ""),
+        ({"launch": "srun"}, "give it links_mbit 0 and flow_mbit 0"),
+        ({"launch": "srun", "link_mbit": 0.0, "flow_mbit": 9.0}, "give it links_mbit 0 and flow_mbit 0"),
+        ({"launch": "srun", "link_mbit": 0.0, "transport": "aggregated"}, "give aggregated no launch"),
+        ({"launch": "srun", "link_mbit": 0.0, "transport": "nccl"}, "nccl needs GPUs"),
+        ({"device": "cuda", "transport": "nccl"}, "ranks on emulated hosts share one"),
+        ({"device": "cuda", "transport": "gloo", "parallel": "pipeline"}, "gloo does not send tensors of GPUs"),
+        ({"launch": "srun", "link_mbit": 0.0, "transport": "nccl", "device": "cuda"}, ""),
         ({}, ""),
     ],
 )
@@ -225,6 +240,101 @@ def test_what_runs() -> None:
     assert environment == {"HOME": "/", "OMP_NUM_THREADS": "1", "PENSTOCK_SHM": "0", "PENSTOCK_STREAMS": "4"}
     assert "PENSTOCK_STREAMS" not in running.environment_of(replace(CELL, transport="tcp"), {})
     assert "PENSTOCK_SHM" not in running.environment_of(replace(CELL, transport="shm"), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("launch: 'srun {ranks} {hosts}'", "launch has 'srun {ranks} {hosts}', with other braces than {ranks}"),
+        ("launch: 'srun {ranks'", "with other braces"),
+        ('launch: "srun \'x"', "which is no command: No closing quotation"),
+        ("launch: ' '", "which is no command"),
+        ("launch: 3", "launch has 3, which is no word"),
+        ('launch: "a\\nb"', "no command in one line"),
+        ('launch: "a\\x1bb"', "no command in one line"),
+        (f"launch: {'a' * 201}", "of 200 characters at most: put it into a script"),
+        ("device: gpu", "device has 'gpu'; there are cpu, cuda"),
+        ("transports: nccl-2", "transports has 'nccl-2'"),
+    ],
+)
+def test_a_wrong_launch_or_device_says_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(Config) as said:
+        matrix.read(written(tmp_path, f"models: gpt2-tiny\n{text}"), sorted(MODELS))
+    assert message in str(said.value), said.value
+
+
+def test_cells_of_a_launch_or_on_gpus_are_others(tmp_path: Path) -> None:
+    """They have files of their own, are never paired with others in findings, have labels that say so, and are read again."""
+    text = "{models: gpt2-tiny, transports: tcp, launch: ['', 'srun --ntasks {ranks}'], device: [cpu, cuda]}"
+    cells = matrix.read(written(tmp_path, text), sorted(MODELS)).cells
+    assert len({cell.key for cell in cells}) == 4 == len(cells)
+    assert cells[0] == replace(cells[0], launch="", device="cpu")
+    assert list(map(means.network, cells)) == [
+        "tcp",
+        "tcp on cuda",
+        "tcp by srun --ntasks {ranks}",
+        "tcp on cuda by srun --ntasks {ranks}",
+    ]
+    command = running.command_of(cells[3], 30, 5)
+    assert command[:4] == ["srun", "--ntasks", "2", "-m"] and command[-2:] == ["--device", "cuda"]
+    assert "nccl" in running.command_of(replace(cells[3], transport="nccl"), 30, 5)
+    assert not means.groups(means.means([outcome(cell) for cell in cells]), ["ranks"])
+    for cell in cells:
+        results.write(tmp_path, outcome(cell))
+    assert {one.cell for one in results.read(tmp_path)} == set(cells)
+    # As folders of earlier versions have them.
+    old = json.loads((tmp_path / f"{cells[0].key}.0.json").read_text())
+    del old["cell"]["launch"], old["cell"]["device"]
+    (tmp_path / f"{cells[0].key}.0.json").write_text(json.dumps(old))
+    assert {one.cell for one in results.read(tmp_path)} == set(cells)
+
+
+def test_what_ranks_of_a_launch_receive_is_over_links() -> None:
+    """Where their counters show it, which those of one host do not; the links' rates are not known."""
+    cells = [replace(CELL, link_mbit=0.0, launch="srun -n {ranks}", ranks=ranks) for ranks in (2, 4)]
+    runs = [outcome(cell, exposed={"data-parallel sync": 15.0 * cell.ranks}) for cell in cells]
+    found = {each.says.partition(":")[0]: each for each in findings.findings(runs) if "strong" in each.where}
+    assert found["all-reduce takes longer with more ranks"].verdict == AGREES
+    assert found["all-reduce takes most of a step"].here == "60% by srun -n {ranks}, with 4 ranks"
+    assert found["a faster network is filled less"].verdict == ABSENT
+    assert tables.times(runs).lines[0].cells[-1] == "60, 90"
+    here = findings.findings([replace(one, receive_mbit=0.0) for one in runs])
+    assert {each.verdict for each in here if "all-reduce" in each.says} == {ABSENT}
+
+
+def test_a_launch_starts_the_ranks(tmp_path: Path) -> None:
+    """For real: a command with an environment of its own, to which the number of ranks is given. What it starts is another cell
+    than torchrun on this host, and has no processors of this host. One that starts too few ranks fails and says so."""
+    given = tmp_path / "given"
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node"
+    script = tmp_path / "launch.sh"
+    script.write_text(f'echo "$MARK $1" >> {given}\nranks=$1\nshift\nexec {torchrun} $ranks "$@"\n')
+    text = "{models: gpt2-tiny, batches: 4, transports: gloo, steps: 6, repeats: 1, launch: ['%s', '%s']}"
+    path = written(tmp_path, text % (f"env MARK=mine sh {script} {{ranks}}", f"{torchrun} 1"))
+    done = forked.run([sys.executable, "-m", "penstock", "characterize", str(path)], capture_output=True, text=True)
+    assert done.returncode == 1 and given.read_text() == "mine 2\n", done.stdout + done.stderr
+    assert "has started or recorded 1 rank instead of 2: each needs RANK" in done.stderr, done.stderr
+    [one] = results.read(tmp_path / "matrix.runs")
+    assert one.cell.launch.startswith("env MARK") and one.communication_ms > 0 and not one.processors
+    assert f"gloo by env MARK=mine sh {script}"[:40] in done.stdout
+
+
+def test_gpus_that_are_not_there_are_an_error_before_the_first_run(tmp_path: Path) -> None:
+    """Also in the workload, which a launch may start on another host; memory is looked for with neither."""
+    command = [sys.executable, "-m", "penstock", "characterize"]
+    path = written(tmp_path, "{models: gpt2-tiny, device: cuda, transports: [tcp, nccl], ranks: 64, batches: 64}")
+    done = forked.run([*command, str(path)], capture_output=True, text=True)
+    assert done.returncode == 1 and "device cuda needs 64 GPUs on this host, and torch finds" in done.stderr, (
+        done.stderr
+    )
+    assert not (tmp_path / "matrix.runs").exists()
+    train = [sys.executable, "-m", "penstock.workloads.transformer", "gpt2-tiny", "--device", "cuda"]
+    done = forked.run(train, capture_output=True, text=True, env={**os.environ, "LOCAL_RANK": "64"})
+    assert done.returncode == 1 and "LOCAL_RANK is 64, and torch finds" in done.stderr
+    for key in ("launch: srun", "device: cuda"):
+        path = written(tmp_path, f"{{models: gpt2-tiny, {key}}}")
+        told = CliRunner().invoke(cli.command, [str(path), "--memory", "512"])
+        assert told.exit_code == 1 and "leave it out, or launch and device" in told.output
 
 
 @pytest.mark.parametrize("unit", [1, 2, 6])
@@ -297,25 +407,27 @@ def test_what_fits_runs() -> None:
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"no emulated hosts here: {unavailable()}")
 def test_every_transport_runs(tmp_path: Path) -> None:
-    """For real: through memory, over two streams, and behind aggregators on emulated hosts; each moves all gradients."""
+    """For real: through memory, over two streams, behind aggregators on emulated hosts, and by a launch on several hosts; each
+    moves all gradients, those on several hosts over links."""
     path = written(
         tmp_path,
-        """
+        f"""
         models: gpt2-tiny
         batches: 4
         steps: 6
         repeats: 1
         runs:
-          - {transports: [shm, tcp-2]}
-          - {transports: aggregated, links_mbit: 500}
+          - {{transports: [shm, tcp-2]}}
+          - {{transports: aggregated, links_mbit: 500}}
+          - {{transports: gloo, launch: "{sys.executable} -m penstock testbed run --quiet --hosts {{ranks}} -- {sys.executable}"}}
         """,
     )
     done = forked.run([sys.executable, "-m", "penstock", "characterize", str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {one.cell.transport: one for one in results.read(tmp_path / "matrix.runs")}
-    assert set(found) == {"shm", "tcp-2", "aggregated"}
+    assert set(found) == {"shm", "tcp-2", "aggregated", "gloo"}
     assert all(one.communication_ms > 0 for one in found.values())
-    assert found["aggregated"].receive_mbit > 0
+    assert {name for name, one in found.items() if one.receive_mbit > 0} == {"aggregated", "gloo"}
 
 
 def test_what_a_link_carried() -> None:

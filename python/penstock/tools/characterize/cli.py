@@ -217,6 +217,11 @@ def _run(path: Path, folder: Path, memory: int | None, timeout_s: float) -> list
         say(f"{cell.key}: left out, {why}")
     if not given.cells:
         raise click.ClickException(f"{path} has no cell that can run")
+    if memory is not None and any(cell.launch or cell.device != "cpu" for cell in given.cells):
+        text = "--memory limits the memory of processes on this host, and not that of GPUs or of a launch"
+        raise click.ClickException(f"{text}: leave it out, or launch and device")
+    if lacking := running.lacks_gpus(given.cells):
+        raise click.ClickException(f"{path}: {lacking}")
     folder.mkdir(parents=True, exist_ok=True)
     # Until the command has ended: what it shows at its end is drawn from the records, too.
     click.get_current_context().with_resource(_alone(folder))

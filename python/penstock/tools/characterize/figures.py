@@ -10,7 +10,7 @@ from penstock.profiling.schedules import BACKWARD, FORWARD
 from penstock.reports import Axis, Bar, Bars, Curve, Key, Lines, Panel, Part, Picture, Section, series
 from penstock.reports.charts import Look
 from penstock.tools.characterize.matrix import Cell
-from penstock.tools.characterize.means import Means, groups, name, network, parameters, pauses, size
+from penstock.tools.characterize.means import LEAST_MS, Means, groups, name, network, parameters, pauses, size
 from penstock.tools.characterize.memory import Kind, Limit, kind_of
 from penstock.tools.characterize.running import COURSE_S, Course
 
@@ -164,7 +164,7 @@ def _over_time(stem: str, cells: Sequence[Means], course_of: Callable[[Cell], Co
     """Parts (e) to (h) of figures 3 and 4: what a host receives over each network, of each model with the most ranks."""
     alike: dict[str, dict[Cell, list[Means]]] = {}
     for each in sorted(cells, key=lambda one: -one.cell.ranks):
-        if each.cell.link_mbit:
+        if each.is_linked:
             alike.setdefault(each.cell.model, {}).setdefault(_but_network(each.cell), []).append(each)
     looks: dict[str, Look] = {}
     panels: list[Panel] = []
@@ -189,7 +189,7 @@ def _over_time(stem: str, cells: Sequence[Means], course_of: Callable[[Cell], Co
 
 
 def _but_network(cell: Cell) -> Cell:
-    return replace(cell, transport="", link_mbit=0.0, flow_mbit=0.0)
+    return replace(cell, transport="", link_mbit=0.0, flow_mbit=0.0, launch="")
 
 
 # Figure 6
@@ -215,8 +215,10 @@ def _batches(cells: Sequence[Means], limits: Mapping[Kind, Limit]) -> Picture | 
             continue
         drawn = []
         for label, points in curves[parallel].items():
-            limit = limits.get(kind_of(points[-1].cell))
-            is_last = limit is not None and limit.batch == points[-1].cell.batch
+            last = points[-1].cell
+            # Searches are made with processors' memory on this host.
+            limit = limits.get(kind_of(last)) if (last.launch, last.device) == ("", "cpu") else None
+            is_last = limit is not None and limit.batch == last.batch
             ends = ends or is_last
             end = f"full: {limit.mib} MiB" if limit is not None and is_last else ""
             x = [float(each.cell.batch) for each in points]
@@ -264,7 +266,7 @@ def _largest_scale(cells: Sequence[Means]) -> Picture | None:
         key=lambda each: (
             parameters(each.cell.model),
             each.cell.batch,
-            bool(each.cell.link_mbit),
+            each.is_linked,
             -each.cell.link_mbit,
         ),
     )
@@ -297,9 +299,9 @@ def _largest_scale(cells: Sequence[Means]) -> Picture | None:
     return Picture("figure-7", Bars(STEP, bars, _key(drawn)), see, how)
 
 
-def _shape(cell: Cell) -> tuple[int, ...]:
+def _shape(cell: Cell) -> tuple[object, ...]:
     """What steps have in common, whatever the ranks."""
-    return cell.micro_batch, cell.sequence, cell.checkpoint_every, cell.evaluate_every
+    return cell.micro_batch, cell.sequence, cell.checkpoint_every, cell.evaluate_every, cell.device
 
 
 # Bars
@@ -322,7 +324,7 @@ def _moving(each: Means) -> dict[str, tuple[float, float]]:
     for purpose, (wire, wait) in each.purposes.items():
         colour = COMMUNICATION.get(purpose, COMMUNICATION[REST])
         found[colour] = (found[colour][0] + wire, found[colour][1] + wait)
-    return {colour: parts for colour, parts in found.items() if sum(parts) > 0}
+    return {colour: parts for colour, parts in found.items() if sum(parts) >= LEAST_MS}
 
 
 def _key(cells: Sequence[Means]) -> list[Key]:

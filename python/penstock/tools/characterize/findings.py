@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.profiling.divide import WARM_UP_STEPS
-from penstock.tools.characterize.means import Means, apart, groups, means, parameters, scaled
+from penstock.tools.characterize.means import Means, apart, groups, link, means, parameters, scaled
 from penstock.tools.characterize.results import Estimate, Outcome, averages, ratio
 from penstock.tools.profile.run import PERIOD_MS
 
@@ -369,12 +369,12 @@ def _most(about: tuple[str, str], of: Sequence[Means], scaling: str) -> Finding:
     if not of:
         return _absent(about, f"data parallel cells with {scaling} scaling over a link")
     ranks = max(each.cell.ranks for each in of)
-    by_link: dict[float, list[list[float]]] = {}
+    by_link: dict[str, list[list[float]]] = {}
     for each in sorted(of, key=lambda each: each.cell.link_mbit):
         if each.cell.ranks == ranks:
-            by_link.setdefault(each.cell.link_mbit, []).append(each.each(_share))
+            by_link.setdefault(link(each.cell), []).append(each.each(_share))
     found = averages(list(by_link.values()))
-    told = ", ".join(f"{each.value:.0%} at {link:g} Mbit/s" for link, each in zip(by_link, found, strict=True))
+    told = ", ".join(f"{each.value:.0%} {where}" for where, each in zip(by_link, found, strict=True))
     return Finding(*about, f"{told}, with {ranks} ranks", _all(_verdict(each.value - MOST, each) for each in found))
 
 
@@ -428,7 +428,7 @@ def _verdict(by: float, found: Estimate) -> str:
 
 
 def _linked(of: Sequence[Means]) -> list[Means]:
-    return [each for each in of if each.cell.link_mbit]
+    return [each for each in of if each.is_linked]
 
 
 def _sizes(of: Sequence[Means]) -> list[tuple[Means, Means]]:

@@ -286,7 +286,7 @@ def _cell(given: Any) -> Cell:
 
 
 _CELL: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("model", "parallel", "transport", "scaling"), checked.text),
+    **dict.fromkeys(("model", "parallel", "transport", "scaling", "launch", "device"), checked.text),
     **dict.fromkeys(("ranks", "batch", "micro_batch", "sequence", "checkpoint_every", "evaluate_every"), checked.count),
     **dict.fromkeys(("link_mbit", "flow_mbit"), checked.number),
 }

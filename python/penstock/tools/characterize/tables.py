@@ -8,7 +8,7 @@ from typing import NamedTuple
 from penstock.numbers import plural
 from penstock.reports import Column, Line, Table
 from penstock.tools.characterize.findings import ABSENT, Finding
-from penstock.tools.characterize.means import Means, means, network, size
+from penstock.tools.characterize.means import LEAST_MS, Means, means, network, size
 from penstock.tools.characterize.results import Difference, Mean, Outcome, compared, verdicts
 from penstock.workloads.transformer.shapes import MODELS
 
@@ -184,12 +184,10 @@ def _milliseconds(mean: Mean) -> str:
 
 def _rate(each: Means) -> str:
     # Old runs on one host have the few bytes that its interface happened to receive.
-    if not each.cell.link_mbit or not each.received:
+    if not each.is_linked or not each.received:
         return ""
     return f"{each.received:.0f}, {each.mean(lambda run: run.receive_peak_mbit):.0f}"
 
 
 PHASES = (("forward",), ("backward",), ("optimizer", "unscale", "inf check", "clip"))
 """Of a step's work, those with columns."""
-LEAST_MS = 0.05
-"""Less is 0.0 in a table."""
