@@ -275,6 +275,7 @@ PAGES: dict[str, Callable[[], Page]] = {
     "profile of sums": sums_page,
     "characterize": lambda: matrix_report.page(as_in_the_paper(), "matrix.runs", LARGEST),
     "characterize one cell": lambda: matrix_report.page([outcome(CELL)], "matrix.runs", {}),
+    "characterize compare": lambda: matrix_report.comparison(as_in_the_paper(), as_in_the_paper(), "a", "b"),
 }
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import click
 
@@ -20,6 +20,11 @@ from penstock.extras import need
 from penstock.numbers import plural
 from penstock.texts import harmless
 from penstock.tools.characterize.matrix import Cell, Matrix
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.reports import Page
 
 __all__ = ["command"]
 
@@ -34,13 +39,13 @@ __all__ = ["command"]
     "--compare",
     nargs=2,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Run nothing: two folders, which steps have changed.",
+    help="Run nothing: two folders, which steps have changed (Welch's t-test; Holm: 5 % errors for all cells together).",
 )
 @click.option("--html", "html_path", type=click.Path(dir_okay=False, path_type=Path), help="Write a report.")
 @click.option(
     "--memory", type=click.IntRange(64), metavar="MIB", help="Also the largest batch of ranks with so much memory."
 )
-@click.option("--timeout", type=float, default=900.0, show_default=True, help="Seconds of one run.")
+@click.option("--timeout", type=float, show_default="900", help="Seconds of one run.")
 def command(
     matrix: Path | None,
     output: Path | None,
@@ -48,7 +53,7 @@ def command(
     compare: tuple[Path, Path] | None,
     html_path: Path | None,
     memory: int | None,
-    timeout: float,
+    timeout: float | None,
 ) -> None:
     """Where steps of known models go, over a matrix of ranks, batches, networks and transports.
 
@@ -63,30 +68,24 @@ def command(
     """
     if sum((matrix is not None, shown is not None, bool(compare))) != 1:
         raise click.UsageError("name a matrix, a folder to --show, or two to --compare")
+    for name, value in (("--output", output), ("--memory", memory), ("--timeout", timeout)):
+        if value is not None and matrix is None:
+            raise click.UsageError(f"{name} is of runs, and --show and --compare run nothing: leave it out")
     if html_path is not None:
         need("penstock characterize --html", "matplotlib")
-    from penstock.tools.bench.output import result_console, write_file
+    from penstock.tools.bench.output import result_console
     from penstock.tools.characterize import memory as memory_room
     from penstock.tools.characterize import results, running, tables
 
     failed: list[Failed] = []
     try:
         if compare:
-            before, after = (results.read(folder) for folder in compare)
-            table = tables.comparison(before, after)
-            if not table.lines:
-                raise click.ClickException("the two folders have no cell in common")
-            console = result_console()
-            console.print(table.fitted(console.width))
-            if differ := tables.unlike(
-                {str(folder): runs for folder, runs in zip(compare, (before, after), strict=True)}
-            ):
-                console.print(differ, markup=False, highlight=False)
+            _compare(compare, html_path)
             return
         folder = shown or output or (matrix or Path()).with_suffix(".runs")
         if matrix is not None:
             with _ending_well(folder):
-                failed = _run(matrix, folder, memory, timeout)
+                failed = _run(matrix, folder, memory, TIMEOUT_S if timeout is None else timeout)
         outcomes, limits = results.read(folder), memory_room.Tries(folder).limits()
     except PenstockError as error:
         raise click.ClickException(harmless(str(error))) from error
@@ -113,14 +112,34 @@ def command(
         console.print(text, markup=False, highlight=False)
     told = page(outcomes, str(folder), limits, functools.partial(running.course_of, folder))
     print_first_screen(told, console)
-    if html_path:
-        from penstock.reports import render
-
-        write_file(str(html_path), render(told))
-        console.print(f"Report: {html_path.resolve()}", highlight=False, soft_wrap=True)
+    _write(told, html_path, console)
     if failed:
         text = f"{plural(len(failed), 'run')} failed, and what is above is without them. The same command makes them again."
         raise click.ClickException("\n".join([text, *_listed(failed)]))
+
+
+def _compare(folders: tuple[Path, Path], html_path: Path | None) -> None:
+    from penstock.tools.bench.output import result_console
+    from penstock.tools.characterize import report, results, tables
+
+    before, after = (results.read(folder) for folder in folders)
+    table = tables.comparison(before, after)
+    if not table.lines:
+        raise click.ClickException("the two folders have no cell in common")
+    console = result_console()
+    console.print(table.fitted(console.width))
+    if differ := tables.unlike({str(folder): runs for folder, runs in zip(folders, (before, after), strict=True)}):
+        console.print(differ, markup=False, highlight=False)
+    _write(report.comparison(before, after, *map(str, folders)), html_path, console)
+
+
+def _write(page: Page, path: Path | None, console: Console) -> None:
+    from penstock.reports import render
+    from penstock.tools.bench.output import write_file
+
+    if path:
+        write_file(str(path), render(page))
+        console.print(f"Report: {path.resolve()}", highlight=False, soft_wrap=True)
 
 
 class Failed(NamedTuple):
@@ -166,6 +185,7 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
+TIMEOUT_S = 900.0
 LOCK = ".lock"
 """Of a folder of runs. No reader takes it for a run: those end with .json."""
 
@@ -197,6 +217,11 @@ def _run(path: Path, folder: Path, memory: int | None, timeout_s: float) -> list
         say(f"{cell.key}: left out, {why}")
     if not given.cells:
         raise click.ClickException(f"{path} has no cell that can run")
+    if memory is not None and any(cell.launch or cell.device != "cpu" for cell in given.cells):
+        text = "--memory limits the memory of processes on this host, and not that of GPUs or of a launch"
+        raise click.ClickException(f"{text}: leave it out, or launch and device")
+    if lacking := running.lacks_gpus(given.cells):
+        raise click.ClickException(f"{path}: {lacking}")
     folder.mkdir(parents=True, exist_ok=True)
     # Until the command has ended: what it shows at its end is drawn from the records, too.
     click.get_current_context().with_resource(_alone(folder))

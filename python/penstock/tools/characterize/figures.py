@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
+from penstock.profiling.breakdown import EMBEDDING, SYNC
+from penstock.profiling.schedules import BACKWARD, FORWARD
 from penstock.reports import Axis, Bar, Bars, Curve, Key, Lines, Panel, Part, Picture, Section, series
+from penstock.reports.charts import Look
 from penstock.tools.characterize.matrix import Cell
-from penstock.tools.characterize.means import Means, groups, name, network, parameters, pauses
+from penstock.tools.characterize.means import LEAST_MS, Means, groups, name, network, parameters, pauses, size
 from penstock.tools.characterize.memory import Kind, Limit, kind_of
 from penstock.tools.characterize.running import COURSE_S, Course
 
-__all__ = ["first", "sections"]
+__all__ = ["changed", "first", "sections"]
 
 
 def first(cells: Sequence[Means]) -> Picture:
     """For the first screen: of many cells a few, from the least to the most that ranks stand still."""
     order = sorted(cells, key=lambda each: each.share)
     chosen = order
-    how = "Bars are means over ranks and runs; wire and wait are communication for which ranks stand still."
+    how = f"Bars are means over ranks and runs. {COLOURED}"
     if len(order) > FIRST_BARS:
         chosen = [order[round(index * (len(order) - 1) / (FIRST_BARS - 1))] for index in range(FIRST_BARS)]
         how += f" Of {len(cells)} cells {FIRST_BARS} are shown, from the least to the most."
@@ -28,7 +32,26 @@ def first(cells: Sequence[Means]) -> Picture:
     if len(set(labels)) < len(labels):
         labels = [f"{each.cell.model}, {each.cell.parallel}, {name(each.cell)}" for each in chosen]
     bars = [_bar(each, label) for each, label in zip(chosen, labels, strict=True)]
-    return Picture("steps", Bars(STEP, bars, KEY), see, how)
+    return Picture("steps", Bars(STEP, bars, _key(chosen)), see, how)
+
+
+def changed(pairs: Sequence[tuple[Means, Means]]) -> Picture:
+    """Steps before and after, of the first few cells."""
+    bars = []
+    for old, new in pairs[:FIRST_BARS]:
+        for each, label, colour in ((old, "before", "grey-2"), (new, "after", "series-1")):
+            heading = f"{each.cell.model}, {each.cell.parallel}, {name(each.cell)}" if each is old else ""
+            bars.append(Bar(label, [Part(each.step.value, colour)], f"{each.step.value:.0f} ms", heading=heading))
+    old, new = pairs[0]
+    see = (
+        f"A step of {old.cell.model} took {old.step.value:.1f} ms, and now {new.step.value:.1f} ms ({name(old.cell)})."
+    )
+    how = (
+        "Bars are means over ranks and runs; cells that have changed come first, the largest change before the others."
+    )
+    if len(pairs) > FIRST_BARS:
+        how += f" Of {len(pairs)} cells {FIRST_BARS} are shown."
+    return Picture("changes", Bars(STEP, bars), see, how)
 
 
 def sections(
@@ -40,7 +63,7 @@ def sections(
 
     Args:
         limits: the largest batches that fit, which end the curves of figure 6.
-        course_of: what a host's link carried in a run of a cell, over time, if its records are still there.
+        course_of: what a host's link received in a run of a cell, over time, if its records are still there.
     """
     found: list[Section] = []
     lacking: list[str] = []
@@ -87,7 +110,7 @@ def _breakdowns(stem: str, cells: Sequence[Means]) -> list[Picture]:
 
 def _breakdown(label: str, cells: Sequence[Means], models: Sequence[str]) -> Picture:
     shown = [each for model in models for each in cells if each.cell.model == model]
-    how = "Wire: bytes move and ranks stand still. Wait: they stand still because another rank is not there yet."
+    how = COLOURED
     if len(shown) > MOST_BARS:
         how += f" Of {len(shown)} cells the first {MOST_BARS} are drawn; all stand in the table."
         shown = shown[:MOST_BARS]
@@ -103,7 +126,7 @@ def _breakdown(label: str, cells: Sequence[Means], models: Sequence[str]) -> Pic
             f"Communication takes {low.share:.0%} of a step ({_whose(low, models)}) to {high.share:.0%} "
             f"({_whose(high, models)})."
         )
-    return Picture(label, Bars(STEP, bars, KEY), see, how)
+    return Picture(label, Bars(STEP, bars, _key(shown)), see, how)
 
 
 def _whose(each: Means, models: Sequence[str]) -> str:
@@ -138,30 +161,35 @@ def _utilisation(stem: str, cells: Sequence[Means]) -> Picture | None:
 
 
 def _over_time(stem: str, cells: Sequence[Means], course_of: Callable[[Cell], Course | None]) -> Picture | None:
-    """Parts (e) to (h) of figures 3 and 4: what a host receives and sends; of each model with the most ranks and the slowest
-    link."""
-    chosen: dict[str, Means] = {}
-    for each in sorted(cells, key=lambda one: (-one.cell.ranks, one.cell.link_mbit)):
-        if each.cell.link_mbit:
-            chosen.setdefault(each.cell.model, each)
+    """Parts (e) to (h) of figures 3 and 4: what a host receives over each network, of each model with the most ranks."""
+    alike: dict[str, dict[Cell, list[Means]]] = {}
+    for each in sorted(cells, key=lambda one: -one.cell.ranks):
+        if each.is_linked:
+            alike.setdefault(each.cell.model, {}).setdefault(_but_network(each.cell), []).append(each)
+    looks: dict[str, Look] = {}
     panels: list[Panel] = []
-    for model, each in chosen.items():
-        course = course_of(each.cell)
-        if course is None or len(panels) == MOST_PANELS:
-            continue
-        drawn = [
-            Curve(label, course.seconds, rates, series(index))
-            for index, (label, rates) in enumerate((("received", course.received), ("sent", course.sent)))
-        ]
-        title = f"({'efgh'[len(panels)]}) {model}, {name(each.cell)}"
-        panels.append(Panel(title, Axis("time", "s"), Axis("a host's link", "Mbit/s", from_zero=True), drawn))
+    for model, by_rest in list(alike.items())[:MOST_PANELS]:
+        most = max(cell.ranks for cell in by_rest)
+        chosen = max((of for cell, of in by_rest.items() if cell.ranks == most), key=len)
+        drawn = []
+        for each in chosen[:MOST_CURVES]:
+            if course := course_of(each.cell):
+                label = network(each.cell)
+                look = looks.setdefault(label, series(len(looks)))
+                drawn.append(Curve(label, course.seconds, course.received, look))
+        if drawn:
+            title = f"({'efgh'[len(panels)]}) {model}, {size(chosen[0].cell)}"
+            panels.append(Panel(title, Axis("time", "s"), Axis("received", "Mbit/s", from_zero=True), drawn))
     if not panels:
         return None
-    first = panels[0].curves
-    most = max(max(curve.y) for curve in first)
-    see = f"A host receives and sends by turns with computing: up to {most:.0f} Mbit/s ({panels[0].title[4:]})."
+    told = ", ".join(f"{max(curve.y):.0f} Mbit/s ({curve.label})" for curve in panels[0].curves)
+    see = f"A host receives by turns with computing, of {panels[0].title[4:]} at most {told}."
     how = f"The last {COURSE_S:g} seconds of a run's steps, by the counters of rank 0's host."
     return Picture(f"{stem}-over-time", Lines(panels), see, how)
+
+
+def _but_network(cell: Cell) -> Cell:
+    return replace(cell, transport="", link_mbit=0.0, flow_mbit=0.0, launch="")
 
 
 # Figure 6
@@ -187,8 +215,10 @@ def _batches(cells: Sequence[Means], limits: Mapping[Kind, Limit]) -> Picture | 
             continue
         drawn = []
         for label, points in curves[parallel].items():
-            limit = limits.get(kind_of(points[-1].cell))
-            is_last = limit is not None and limit.batch == points[-1].cell.batch
+            last = points[-1].cell
+            # Searches are made with processors' memory on this host.
+            limit = limits.get(kind_of(last)) if (last.launch, last.device) == ("", "cpu") else None
+            is_last = limit is not None and limit.batch == last.batch
             ends = ends or is_last
             end = f"full: {limit.mib} MiB" if limit is not None and is_last else ""
             x = [float(each.cell.batch) for each in points]
@@ -236,7 +266,7 @@ def _largest_scale(cells: Sequence[Means]) -> Picture | None:
         key=lambda each: (
             parameters(each.cell.model),
             each.cell.batch,
-            bool(each.cell.link_mbit),
+            each.is_linked,
             -each.cell.link_mbit,
         ),
     )
@@ -250,10 +280,12 @@ def _largest_scale(cells: Sequence[Means]) -> Picture | None:
     by_network: dict[str, dict[int, Means]] = {}
     for each in alike:
         by_network.setdefault(network(each.cell), {}).setdefault(each.cell.ranks, each)
-    bars = []
+    bars: list[Bar] = []
+    drawn: list[Means] = []
     for joined, of in list(by_network.items())[:MOST_NETWORKS]:
         if most not in of:
             continue
+        drawn += of.values()
         for ranks in sorted(of):
             heading = joined if ranks == min(of) else ""
             bars.append(_bar(of[ranks], f"{ranks} ranks, {of[ranks].cell.batch} sequences", heading=heading))
@@ -264,25 +296,42 @@ def _largest_scale(cells: Sequence[Means]) -> Picture | None:
         f"The matrix's largest data parallel job, of {top.cell.batch // most} sequences a rank. The paper's has 16 GPUs, GPT-2 "
         "large and 12 sequences each: all-reduce takes 73 % of a step, about as with 8."
     )
-    return Picture("figure-7", Bars(STEP, bars, KEY), see, how)
+    return Picture("figure-7", Bars(STEP, bars, _key(drawn)), see, how)
 
 
-def _shape(cell: Cell) -> tuple[int, ...]:
+def _shape(cell: Cell) -> tuple[object, ...]:
     """What steps have in common, whatever the ranks."""
-    return cell.micro_batch, cell.sequence, cell.checkpoint_every, cell.evaluate_every
+    return cell.micro_batch, cell.sequence, cell.checkpoint_every, cell.evaluate_every, cell.device
 
 
 # Bars
 
 
 def _bar(each: Means, label: str, *, heading: str = "") -> Bar:
-    forward, backward = (each.mean(lambda run, phase=phase: run.work.get(phase, 0.0)) for phase in PARTS[:2])  # type: ignore[misc]
-    waits = each.mean(lambda run: sum(run.waits.values()))
-    wire = each.mean(lambda run: run.communication_ms) - waits
+    forward, backward = each.work("forward"), each.work("backward")
     step = each.step.value
-    values = (forward, backward, max(0.0, step - forward - backward - waits - wire), wire, waits)
-    parts = [Part(value, colour) for value, (_, colour) in zip(values, COLOURS, strict=True)]
+    rest = step - forward - backward - each.mean(lambda run: run.communication_ms)
+    computing = zip((forward, backward, max(0.0, rest)), WORK.values(), strict=True)
+    # Neighbours of one colour have a line of the page's colour between them.
+    moving = [(part, colour) for colour, parts in _moving(each).items() for part in parts]
+    parts = [Part(value, colour) for value, colour in (*computing, *moving)]
     return Bar(label, parts, f"{step:.0f} ms, {each.share:.0%} still", heading=heading)
+
+
+def _moving(each: Means) -> dict[str, tuple[float, float]]:
+    """Wire and wait by colour, in the order of the key."""
+    found = dict.fromkeys(COMMUNICATION.values(), (0.0, 0.0))
+    for purpose, (wire, wait) in each.purposes.items():
+        colour = COMMUNICATION.get(purpose, COMMUNICATION[REST])
+        found[colour] = (found[colour][0] + wire, found[colour][1] + wait)
+    return {colour: parts for colour, parts in found.items() if sum(parts) >= LEAST_MS}
+
+
+def _key(cells: Sequence[Means]) -> list[Key]:
+    """Of the work, and of what communication these cells have."""
+    present = {colour for each in cells for colour in _moving(each)}
+    moving = [Key(text, colour) for text, colour in COMMUNICATION.items() if colour in present]
+    return [*(Key(text, colour) for text, colour in WORK.items()), *moving]
 
 
 def _short(each: Means) -> str:
@@ -295,9 +344,14 @@ def _joined(each: Means) -> str:
     return told + pauses(each.cell)
 
 
-PARTS = ("forward", "backward", "optimizer and others", "wire", "wait")
-COLOURS = tuple(zip(PARTS, ("grey-1", "grey-2", "grey-3", "series-1", "series-2"), strict=True))
-KEY = [Key(text, colour) for text, colour in COLOURS]
+WORK = {"forward": "grey-1", "backward": "grey-2", "optimizer and others": "grey-3"}
+REST = "other communication"
+COMMUNICATION = {SYNC: "series-1", FORWARD: "series-2", BACKWARD: "series-3", EMBEDDING: "series-4", REST: "series-5"}
+"""The purposes that the paper's figures 3 and 5 tell apart."""
+COLOURED = (
+    "Coloured is communication for which ranks stand still, by purpose: first wire (bytes move), then, behind a thin gap, wait "
+    "(another rank is not there yet)."
+)
 STEP = Axis("time of a step", "ms")
 FIRST_BARS, MOST_BARS, MOST_CURVES, MOST_NETWORKS, MOST_PANELS = 4, 32, 4, 4, 4
 """`FIRST_BARS` fit on the first screen of a phone."""

@@ -1,19 +1,19 @@
 """The findings of the characterisation paper (Dai et al., IEEE Micro 44(2), 2024), each with what a matrix shows of it.
 
 A finding is judged where cells of the matrix differ in what it is about and in nothing else. Whether one number is more than
-another is said only beyond the noise of the runs (`results.ratio`).
+another, or than a threshold, is said only beyond the noise of the runs (`results.ratio`, `results.averages`).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.profiling.divide import WARM_UP_STEPS
-from penstock.tools.characterize.means import Means, apart, groups, means, parameters, scaled
-from penstock.tools.characterize.results import Outcome, Ratio, ratio
+from penstock.tools.characterize.means import Means, apart, groups, link, means, parameters, scaled
+from penstock.tools.characterize.results import Estimate, Outcome, averages, ratio
 from penstock.tools.profile.run import PERIOD_MS
 
 __all__ = ["ABSENT", "AGREES", "DIFFERS", "NOISE", "Finding", "findings"]
@@ -85,9 +85,8 @@ def _strong_computing(of: Sequence[Means]) -> Finding:
     if not pairs:
         return _absent(about, "data parallel cells with strong scaling and several ranks")
     times = {phase: ratio(_runs(pairs, _work(phase))) for phase in ("forward", "backward")}
-    told = [f"{phase} {_efficiency(pairs, phase, is_strong=True):.0%}" for phase in times]
-    verdicts = [_verdict(-(each.value - 1), each) for each in times.values()]
-    verdict = AGREES if set(verdicts) == {AGREES} else next(each for each in verdicts if each != AGREES)
+    told = [f"{phase} {_efficiency(pairs, phase):.0%}" for phase in times]
+    verdict = _all(_verdict(1 - each.value, each) for each in times.values())
     return Finding(*about, f"{', '.join(told)}{_ranks(pairs)}{_crowded(pairs)}", verdict)
 
 
@@ -107,11 +106,12 @@ def _filled(of: Sequence[Means]) -> Finding:
 
 def _both_ways(of: Sequence[Means]) -> Finding:
     about = ("strong scaling, fig. 3", "hosts receive as much as they send")
-    known = [each for each in of if each.received > 0 and each.mean(lambda run: run.sent_mbit) > 0]
+    known = [each for each in of if each.received > 0 and min(each.each(lambda run: run.sent_mbit)) > 0]
     if not known:
         return _absent(about, "data parallel cells with strong scaling over a link")
-    ratios = [each.received / each.mean(lambda run: run.sent_mbit) for each in known]
-    verdict = AGREES if all(abs(each - 1) < LIKE for each in ratios) else DIFFERS
+    found = averages([[each.each(lambda run: run.receive_mbit / run.sent_mbit)] for each in known])
+    ratios = [each.value for each in found]
+    verdict = _all(_verdict(LIKE - abs(each.value - 1), each) for each in found)
     return Finding(*about, f"{min(ratios):.2f} to {max(ratios):.2f} times as much", verdict)
 
 
@@ -183,22 +183,22 @@ def _weak_computing(of: Sequence[Means]) -> Finding:
     pairs = scaled(of)
     if not pairs:
         return _absent(about, "data parallel cells with weak scaling, several ranks and the same batch on each")
-    kept = [_efficiency(pairs, phase, is_strong=False) for phase in ("forward", "backward")]
-    told = f"forward {kept[0]:.0%}, backward {kept[1]:.0%}{_ranks(pairs)}{_crowded(pairs)}"
-    return Finding(*about, told, AGREES if min(kept) > 1 - WEAK_LOSS else DIFFERS)
+    kept = [ratio(_runs([(many, few) for few, many in pairs], _work(phase))) for phase in ("forward", "backward")]
+    told = f"forward {kept[0].value:.0%}, backward {kept[1].value:.0%}{_ranks(pairs)}{_crowded(pairs)}"
+    return Finding(*about, told, _all(_verdict(each.value - (1 - WEAK_LOSS), each) for each in kept))
 
 
 def _gains(of: Sequence[Means]) -> Finding:
     about = ("weak scaling, fig. 4", "a network 10 times as fast has all-reduce 8.7 times, steps 4.8 times as fast")
-    pairs = apart(of, "link_mbit")
+    pairs = [pair for pair in apart(of, "link_mbit") if min(each.mean(_communication) for each in pair) > 0]
     if not pairs:
         return _absent(about, "data parallel cells with weak scaling over two links")
     faster = [(high, low) for low, high in pairs]
     reduced, step = (ratio(_runs(faster, of)) for of in (_communication, _step))
+    more = _less(reduced, step)
+    verdict = _all([_verdict(step.value - 1, step), _verdict(reduced.value - 1, reduced), _verdict(more.value, more)])
     told = f"all-reduce {reduced.value:.2f} times, steps {step.value:.2f} times{_factor(pairs)}"
-    if AGREES == _verdict(step.value - 1, step) == _verdict(reduced.value - 1, reduced):
-        return Finding(*about, told, AGREES if reduced.value > step.value else DIFFERS)
-    return Finding(*about, told, _verdict(step.value - 1, step))
+    return Finding(*about, told, verdict)
 
 
 # Model parallelism: figure 5, observation 5
@@ -228,9 +228,11 @@ def _pipeline_share(of: Sequence[Means]) -> Finding:
     if not of:
         return _absent(about, "pipeline")
     most = max(each.cell.ranks for each in of)
-    shares = [each.share for each in of if each.cell.ranks == most]
+    chosen = [each for each in of if each.cell.ranks == most]
+    shares = [each.share for each in chosen]
     told = f"{min(shares):.0%} to {max(shares):.0%} with {most} ranks"
-    return Finding(*about, told, AGREES if statistics.fmean(shares) > MOST else DIFFERS)
+    [found] = averages([[each.each(_share) for each in chosen]])
+    return Finding(*about, told, _verdict(found.value - MOST, found))
 
 
 def _pipeline_gain(of: Sequence[Means]) -> Finding:
@@ -239,9 +241,7 @@ def _pipeline_gain(of: Sequence[Means]) -> Finding:
     if not pairs:
         return _absent(about, "pipeline cells over two links")
     found = ratio(_runs([(high, low) for low, high in pairs], _step))
-    verdict = _verdict(found.value - 1, found)
-    if verdict == AGREES and found.value > LITTLE:
-        verdict = DIFFERS
+    verdict = _all([_verdict(found.value - 1, found), _verdict(LITTLE - found.value, found)])
     return Finding(*about, f"{found.value:.2f} times{_factor(pairs)}", verdict)
 
 
@@ -256,25 +256,24 @@ def _less_than_data(of: Sequence[Means], data: Sequence[Means]) -> Finding:
         if not pairs:
             return _absent(about, "cells of both kinds over two links")
         found.append(ratio(_runs([(high, low) for low, high in pairs], _step)))
-    halves = [each.half for each in found if each.half is not None]
-    both = Ratio(found[0].value - found[1].value, math.hypot(*halves) if len(halves) == len(found) else None, 1)
+    more = _less(*found)
     told = f"data parallel {found[0].value:.2f} times, pipeline {found[1].value:.2f}"
-    return Finding(*about, told, _verdict(both.value, both))
+    return Finding(*about, told, _verdict(more.value, more))
 
 
 def _encoder_decoder(of: Sequence[Means]) -> Finding:
     about = ("model parallelism, fig. 5", "of all models T5 spends the largest share of a step in communication")
-    shares: dict[bool, list[float]] = {True: [], False: []}
+    pairs = []
     for group in groups(of, ["model"]):
         own = [each for each in group if each.cell.model.startswith("t5")]
         others = [each for each in group if not each.cell.model.startswith("t5")]
         if own and others:
-            shares[True].append(max(each.share for each in own))
-            shares[False].append(max(each.share for each in others))
-    if not shares[True]:
+            pairs.append((max(others, key=lambda each: each.share), max(own, key=lambda each: each.share)))
+    if not pairs:
         return _absent(about, "pipeline cells of T5 and of another model")
-    own_share, other = (statistics.fmean(shares[is_own]) for is_own in (True, False))
-    return Finding(*about, f"{own_share:.0%}, others {other:.0%} at most", AGREES if own_share > other else DIFFERS)
+    other, own_share = (statistics.fmean(pair[at].share for pair in pairs) for at in (0, 1))
+    found = ratio(_runs(pairs, _share))
+    return Finding(*about, f"{own_share:.0%}, others {other:.0%} at most", _verdict(found.value - 1, found))
 
 
 # Larger batches: figure 6
@@ -307,7 +306,7 @@ def _share_changes(about: tuple[str, str], pairs: Sequence[tuple[Means, Means]],
     if not pairs:
         return _absent(about, lacks)
     before, after = (statistics.fmean(pair[at].share for pair in pairs) for at in (0, 1))
-    found = ratio(_runs(pairs, lambda run: run.communication_ms / run.step_ms))
+    found = ratio(_runs(pairs, _share))
     return Finding(*about, f"from {before:.0%} to {after:.0%}", _verdict(way * (found.value - 1), found))
 
 
@@ -324,17 +323,22 @@ def _largest_scale(data: Sequence[Means]) -> Finding:
         return _absent(about, "data parallel cells over a link with several ranks and the same batch on each")
     before, after = (statistics.fmean(pair[at].share for pair in pairs) for at in (0, 1))
     told = f"{before:.0%}, then {after:.0%}{_ranks(pairs)}"
-    return Finding(*about, told, AGREES if after > MOST else DIFFERS)
+    [found] = averages([[many.each(_share) for _, many in pairs]])
+    return Finding(*about, told, _verdict(found.value - MOST, found))
 
 
 def _bubble(of: Sequence[Means]) -> Finding:
     about = ("ours", "most of a pipeline's communication is waiting for other stages (the bubble): no bytes move")
-    known = [each for each in of if each.share > 0]
-    if not known:
+    shares = [
+        each.each(lambda run: sum(run.waits.values()) / run.communication_ms)
+        for each in of
+        if min(each.each(_communication)) > 0
+    ]
+    if not shares:
         return _absent(about, "pipeline")
-    shares = [each.mean(lambda run: sum(run.waits.values()) / run.communication_ms) for each in known]
-    told = f"{min(shares):.0%} to {max(shares):.0%} of it is waiting"
-    return Finding(*about, told, AGREES if statistics.fmean(shares) > MOST else DIFFERS)
+    low, high = (pick(map(statistics.fmean, shares)) for pick in (min, max))
+    [found] = averages([shares])
+    return Finding(*about, f"{low:.0%} to {high:.0%} of it is waiting", _verdict(found.value - MOST, found))
 
 
 # Of several sections
@@ -365,13 +369,13 @@ def _most(about: tuple[str, str], of: Sequence[Means], scaling: str) -> Finding:
     if not of:
         return _absent(about, f"data parallel cells with {scaling} scaling over a link")
     ranks = max(each.cell.ranks for each in of)
-    by_link: dict[float, list[float]] = {}
-    for each in of:
+    by_link: dict[str, list[list[float]]] = {}
+    for each in sorted(of, key=lambda each: each.cell.link_mbit):
         if each.cell.ranks == ranks:
-            by_link.setdefault(each.cell.link_mbit, []).append(each.share)
-    shares = {link: statistics.fmean(by_link[link]) for link in sorted(by_link)}
-    told = ", ".join(f"{share:.0%} at {link:g} Mbit/s" for link, share in shares.items())
-    return Finding(*about, f"{told}, with {ranks} ranks", AGREES if min(shares.values()) > MOST else DIFFERS)
+            by_link.setdefault(link(each.cell), []).append(each.each(_share))
+    found = averages(list(by_link.values()))
+    told = ", ".join(f"{each.value:.0%} {where}" for where, each in zip(by_link, found, strict=True))
+    return Finding(*about, f"{told}, with {ranks} ranks", _all(_verdict(each.value - MOST, each) for each in found))
 
 
 def _slower_link(about: tuple[str, str], of: Sequence[Means]) -> Finding:
@@ -379,7 +383,7 @@ def _slower_link(about: tuple[str, str], of: Sequence[Means]) -> Finding:
     if not pairs:
         return _absent(about, "data parallel cells over two links")
     slow, fast = (statistics.fmean(pair[at].share for pair in pairs) for at in (0, 1))
-    found = ratio(_runs(pairs, lambda run: run.communication_ms / run.step_ms))
+    found = ratio(_runs(pairs, _share))
     told = f"{slow:.0%} at {_links([low for low, _ in pairs])}, {fast:.0%} at {_links([high for _, high in pairs])}"
     return Finding(*about, told, _verdict(1 - found.value, found))
 
@@ -400,10 +404,23 @@ def _absent(about: tuple[str, str], lacks: str) -> Finding:
     return Finding(*about, f"the matrix has no {lacks}", ABSENT)
 
 
-def _verdict(by: float, found: Ratio) -> str:
+def _all(verdicts: Iterable[str]) -> str:
+    """Of a finding that says several things: it agrees if all agree, and does not if one does not."""
+    given = set(verdicts)
+    return next(each for each in (ABSENT, DIFFERS, NOISE, AGREES) if each in given)
+
+
+def _less(first: Estimate, second: Estimate) -> Estimate:
+    """The first less the second. Noise that both share counts twice, so that the interval is rather too wide."""
+    halves = [each.half for each in (first, second) if each.half is not None]
+    half = math.hypot(*halves) if halves else None
+    return Estimate(first.value - second.value, half, min(first.over, second.over))
+
+
+def _verdict(by: float, found: Estimate) -> str:
     """Of ``by``, by how much it is as the paper says, beside the noise of ``found``. With one run of each cell noise is not
     known, and what was measured counts."""
-    if not found.pairs:
+    if not found.over:
         return ABSENT
     if found.half is not None and abs(by) <= found.half:
         return NOISE
@@ -411,7 +428,7 @@ def _verdict(by: float, found: Ratio) -> str:
 
 
 def _linked(of: Sequence[Means]) -> list[Means]:
-    return [each for each in of if each.cell.link_mbit]
+    return [each for each in of if each.is_linked]
 
 
 def _sizes(of: Sequence[Means]) -> list[tuple[Means, Means]]:
@@ -430,12 +447,12 @@ def _runs(
     return [(low.each(of), high.each(of)) for low, high in pairs]
 
 
-def _efficiency(pairs: Sequence[tuple[Means, Means]], phase: str, *, is_strong: bool) -> float:
+def _efficiency(pairs: Sequence[tuple[Means, Means]], phase: str) -> float:
+    """Of strong scaling."""
     found = []
     for few, many in pairs:
-        factor = many.cell.ranks / few.cell.ranks if is_strong else 1.0
-        took = many.mean(_work(phase))
-        found.append(few.mean(_work(phase)) / factor / took if took else 0.0)
+        took = many.mean(_work(phase)) * many.cell.ranks / few.cell.ranks
+        found.append(few.mean(_work(phase)) / took if took else 0.0)
     return statistics.fmean(found)
 
 
@@ -469,6 +486,10 @@ def _step(run: Outcome) -> float:
 
 def _communication(run: Outcome) -> float:
     return run.communication_ms
+
+
+def _share(run: Outcome) -> float:
+    return run.communication_ms / run.step_ms
 
 
 def _received(run: Outcome) -> float:

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,13 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from penstock.errors import Config
+from penstock.texts import harmless
 
 __all__ = ["Cell", "Matrix", "read"]
 
 SCALINGS = ("strong", "weak")
 PARALLEL = ("data", "pipeline")
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,9 @@ class Cell:
     micro_batch: int
     """Sequences at a time; 0: all that a rank has of a step."""
     transport: str
-    """``gloo``, ``shm``, ``aggregated``, or ``tcp-N``: penstock with N streams; ``tcp`` with as many as it chooses."""
+    """``gloo``, ``nccl``, ``shm``, ``aggregated``, or ``tcp-N``: penstock with N streams; ``tcp`` with as many as it chooses."""
     link_mbit: float
-    """Of each rank's host; 0: all ranks on this host."""
+    """Of each rank's host, which is emulated; 0: none is."""
     flow_mbit: float
     """That one flow gets at most; 0: no cap."""
     scaling: str
@@ -48,16 +51,18 @@ class Cell:
     """Steps from one checkpoint to the next; 0: never."""
     evaluate_every: int = 0
     """The same of evaluations."""
+    launch: str = ""
+    """The command that starts the ranks, before ``-m`` and the module; empty: torchrun, on this host."""
+    device: str = "cpu"
+    """Or ``cuda``: of each rank the GPU of its LOCAL_RANK."""
 
     @property
     def key(self) -> str:
         """A file name: readable, and different for different cells."""
         told = f"{self.model}-{self.parallel}-{self.ranks}-{self.batch}-{self.transport}-{self.link_mbit:g}"
-        fields = dataclasses.asdict(self)
         # Not what a cell of an earlier matrix does not have, so that its records are found.
-        fields = {
-            name: value for name, value in fields.items() if value or name not in ("checkpoint_every", "evaluate_every")
-        }
+        usual = {field.name: field.default for field in dataclasses.fields(self)}
+        fields = {name: value for name, value in dataclasses.asdict(self).items() if value != usual[name]}
         digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
         return f"{told}-{digest[:8]}"
 
@@ -71,12 +76,22 @@ class Cell:
             return "a pipeline needs two ranks or more"
         if self.transport == "shm" and self.link_mbit:
             return "ranks on hosts of their own share no memory: give shm the link 0"
-        if self.transport == "aggregated" and not self.link_mbit:
+        if self.transport == "aggregated" and not self.link_mbit and not self.launch:
             return "aggregators stand in a network: give aggregated a link"
         if self.transport == "aggregated" and self.flow_mbit:
             return "through aggregators go datagrams: give aggregated no flow_mbit"
         if self.transport == "aggregated" and self.parallel == "pipeline":
             return "a pipeline has hardly anything to sum: aggregated is for data parallel"
+        if self.launch and (self.link_mbit or self.flow_mbit):
+            return "ranks of a launch have the links of their hosts: give it links_mbit 0 and flow_mbit 0"
+        if self.launch and self.transport == "aggregated":
+            return "aggregators stand in an emulated network: give aggregated no launch"
+        if self.transport == "nccl" and self.device != "cuda":
+            return "nccl needs GPUs: give it the device cuda"
+        if self.transport == "nccl" and self.link_mbit:
+            return "nccl needs a GPU for each rank, and ranks on emulated hosts share one: give it the link 0"
+        if self.transport == "gloo" and self.device == "cuda" and self.parallel == "pipeline":
+            return "gloo does not send tensors of GPUs: give a pipeline on cuda nccl or tcp"
         if self.evaluate_every and self.parallel == "pipeline":
             return "the models evaluate in data parallel only: give a pipeline no evaluate_every"
         return ""
@@ -107,8 +122,12 @@ _FIELDS: dict[str, tuple[type | tuple[type, ...], Any]] = {
     "sequence": (int, [0]),
     "checkpoint_every": (int, [0]),
     "evaluate_every": (int, [0]),
+    "launch": (str, [""]),
+    "device": (str, ["cpu"]),
 }
 """Of a product: what its lists hold, and what they are when they are not given."""
+MOST_LAUNCH = 200
+"""It is a part of labels."""
 MOST = 10**9
 """Of numbers in it."""
 MOST_BYTES = 64 << 10
@@ -189,17 +208,21 @@ def _cells(lists: dict[str, list[Any]], where: str, models: Sequence[str]) -> li
             # Not so of what is no number, either.
             if isinstance(each, (int, float)) and not (name in ("ranks", "batches")) <= each <= MOST:
                 raise Config(f"{where}: {name} has {_told(each)}")
-    for name, known in (("models", models), ("parallel", PARALLEL), ("scaling", SCALINGS)):
+    for name, known in (("models", models), ("parallel", PARALLEL), ("scaling", SCALINGS), ("device", DEVICES)):
         if unknown := [each for each in lists[name] if each not in known]:
             raise Config(f"{where}: {name} has {_told(unknown[0])}; there are {', '.join(known)}")
     for transport in lists["transports"]:
         if transport == "rdma":
             raise Config(f"{where}: there is no transport over RDMA (UCX) here; leave rdma out")
         name, dash, streams = transport.partition("-")
-        if name not in ("gloo", "shm", "aggregated", "tcp") or (dash and (name != "tcp" or not _is_streams(streams))):
+        known = ("gloo", "nccl", "shm", "aggregated", "tcp")
+        if name not in known or (dash and (name != "tcp" or not _is_streams(streams))):
             raise Config(
-                f"{where}: transports has {_told(transport)}; there are gloo, tcp, tcp-1 to tcp-64, shm, aggregated"
+                f"{where}: transports has {_told(transport)}; there are gloo, tcp, tcp-1 to tcp-64, shm, aggregated, nccl"
             )
+    for launch in lists["launch"]:
+        if wrong := _wrong_launch(launch):
+            raise Config(f"{where}: launch has {_told(launch)}, {wrong}")
     made = []
     for product in itertools.product(*lists.values()):
         one = dict(zip(lists, product, strict=True))
@@ -218,9 +241,23 @@ def _cells(lists: dict[str, list[Any]], where: str, models: Sequence[str]) -> li
                 sequence=one["sequence"],
                 checkpoint_every=one["checkpoint_every"],
                 evaluate_every=one["evaluate_every"],
+                launch=one["launch"],
+                device=one["device"],
             )
         )
     return made
+
+
+def _wrong_launch(text: str) -> str:
+    """What is wrong with a command that starts ranks; nothing if it is empty or may be right."""
+    if len(text) > MOST_LAUNCH or harmless(text) != text or "\n" in text:
+        return f"which is no command in one line of {MOST_LAUNCH} characters at most: put it into a script"
+    if re.search("[{}]", text.replace("{ranks}", "")):
+        return "with other braces than {ranks}, the number of ranks: put the command into a script, and its name here"
+    try:
+        return "" if shlex.split(text) or not text else "which is no command"
+    except ValueError as error:
+        return f"which is no command: {error}"
 
 
 def _is_streams(text: str) -> bool:

@@ -11,7 +11,20 @@ from penstock.tools.characterize.matrix import Cell
 from penstock.tools.characterize.results import Mean, Outcome, mean_of
 from penstock.workloads.transformer.shapes import MODELS, layers_of
 
-__all__ = ["Means", "apart", "groups", "means", "name", "network", "parameters", "pauses", "scaled", "size"]
+__all__ = [
+    "LEAST_MS",
+    "Means",
+    "apart",
+    "groups",
+    "link",
+    "means",
+    "name",
+    "network",
+    "parameters",
+    "pauses",
+    "scaled",
+    "size",
+]
 
 
 class Means:
@@ -28,6 +41,10 @@ class Means:
     def mean(self, of: Callable[[Outcome], float]) -> float:
         return statistics.fmean(self.each(of))
 
+    def work(self, *phases: str) -> float:
+        """Of phases together, ms a step."""
+        return self.mean(lambda run: sum(run.work.get(phase, 0.0) for phase in phases))
+
     @property
     def step(self) -> Mean:
         return mean_of(self.each(lambda run: run.step_ms))
@@ -38,9 +55,24 @@ class Means:
         return self.mean(lambda run: run.communication_ms / run.step_ms)
 
     @property
+    def purposes(self) -> dict[str, tuple[float, float]]:
+        """Communication for which ranks stand still, by purpose: wire and wait, in ms a step."""
+        found = {}
+        for purpose in dict.fromkeys(purpose for run in self.runs for purpose in (*run.exposed, *run.waits)):
+            wait = self.mean(lambda run, purpose=purpose: run.waits.get(purpose, 0.0))  # type: ignore[misc]
+            both = self.mean(lambda run, purpose=purpose: run.exposed.get(purpose, 0.0))  # type: ignore[misc]
+            found[purpose] = (both - wait, wait)
+        return found
+
+    @property
     def received(self) -> float:
         """Mbit/s."""
         return self.mean(lambda run: run.receive_mbit)
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether ranks are on several hosts: emulated ones, or, of a launch, those whose counters say so."""
+        return bool(self.cell.link_mbit) or (bool(self.cell.launch) and self.received > 0)
 
     @property
     def processors(self) -> int:
@@ -57,7 +89,7 @@ def means(outcomes: Sequence[Outcome]) -> list[Means]:
 
 
 def _place(cell: Cell) -> tuple[object, ...]:
-    network = (cell.link_mbit, cell.flow_mbit, cell.transport)
+    network = (cell.launch, cell.device, cell.link_mbit, cell.flow_mbit, cell.transport)
     batch = (cell.ranks, cell.batch, cell.micro_batch, cell.sequence)
     return cell.parallel, parameters(cell.model), cell.model, cell.scaling, *network, *batch
 
@@ -102,11 +134,16 @@ def parameters(model: str) -> int:
 
 
 def network(cell: Cell) -> str:
-    """What ranks are joined by."""
-    told = cell.transport
+    """What ranks are joined by, and started with."""
+    told = cell.transport + (f" on {cell.device}" if cell.device != "cpu" else "")
+    return f"{told} {link(cell)}".strip() + (f", {cell.flow_mbit:g} a flow" if cell.flow_mbit else "")
+
+
+def link(cell: Cell) -> str:
+    """Empty: ranks are on this host."""
     if cell.link_mbit:
-        told += f" at {cell.link_mbit:g} Mbit/s" + (f", {cell.flow_mbit:g} a flow" if cell.flow_mbit else "")
-    return told
+        return f"at {cell.link_mbit:g} Mbit/s"
+    return f"by {cell.launch}" if cell.launch else ""
 
 
 def size(cell: Cell) -> str:
@@ -126,3 +163,7 @@ def pauses(cell: Cell) -> str:
 def name(cell: Cell) -> str:
     """Of a cell beside others of its model: ranks, batch, and what joins the ranks."""
     return f"{size(cell)}, {network(cell)}"
+
+
+LEAST_MS = 0.05
+"""Less is 0.0 in a table, and not seen in a figure."""

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 from penstock.numbers import plural
 from penstock.reports import Next, Page, Section
-from penstock.tools.characterize import figures
+from penstock.tools.characterize import figures, tables
 from penstock.tools.characterize.findings import ABSENT, AGREES, findings
 from penstock.tools.characterize.matrix import Cell
 from penstock.tools.characterize.means import means, name
 from penstock.tools.characterize.memory import Kind, Limit
 from penstock.tools.characterize.results import Outcome
 from penstock.tools.characterize.running import Course
-from penstock.tools.characterize.tables import judged, models, times, unlike
+from penstock.tools.characterize.tables import both, judged, models, times, unlike
 
-__all__ = ["page"]
+__all__ = ["comparison", "page"]
 
 
 def page(
@@ -28,7 +28,7 @@ def page(
     """The report of one run or more, which are in a folder.
 
     Args:
-        course_of: what a host's link carried in a run of a cell, if its records are there.
+        course_of: what a host's link received in a run of a cell, if its records are there.
     """
     cells = means(outcomes)
     most = max(cells, key=lambda each: each.share)
@@ -55,6 +55,25 @@ def page(
             Section("In numbers", [times(outcomes)]),
             *([Section("What the profile complains of", [problems])] if problems else []),
         ],
+    )
+
+
+def comparison(before: Sequence[Outcome], after: Sequence[Outcome], old: str, new: str) -> Page:
+    """The report of two folders, which have one cell or more in common."""
+    found = both(before, after)
+    slower, faster = (sum(each.verdict == verdict for each in found) for verdict in ("slower", "faster"))
+    clearest = sorted(found, key=lambda each: (each.verdict not in ("slower", "faster"), -abs(each.difference.change)))
+    first = clearest[0]
+    return Page(
+        kind="penstock characterize --compare",
+        answer=f"Steps of {slower} of {plural(len(found), 'cell')} are slower, of {faster} faster",
+        picture=figures.changed([(each.old, each.new) for each in clearest]),
+        next=Next(
+            "Look into a run of the first cell above.",
+            f"penstock profile --read {new}/{first.new.cell.key}.{first.new.runs[0].repeat} --html run.html",
+        ),
+        setting=f"{old} beside {new}. {unlike({old: before, new: after})}".strip(),
+        sections=[Section("In numbers", [tables.comparison(before, after)])],
     )
 
 

@@ -17,7 +17,19 @@ from penstock.profiling.breakdown import MEASURING, Breakdown
 from penstock.tools.characterize import checked
 from penstock.tools.characterize.matrix import Cell
 
-__all__ = ["Mean", "Outcome", "Rates", "Ratio", "compared", "mean_of", "outcome_of", "ratio", "read", "write"]
+__all__ = [
+    "Estimate",
+    "Mean",
+    "Outcome",
+    "Rates",
+    "averages",
+    "compared",
+    "mean_of",
+    "outcome_of",
+    "ratio",
+    "read",
+    "write",
+]
 
 FORMAT = "penstock-characterization/1"
 
@@ -157,34 +169,53 @@ def mean_of(values: Sequence[float]) -> Mean:
     return Mean(statistics.fmean(values), half, count)
 
 
-class Ratio(NamedTuple):
-    """How many times as much, mean over pairs of cells; and half of its confidence interval of 95 %, unless each has one run."""
+class Estimate(NamedTuple):
+    """A mean over cells, or over pairs of cells; and half of its confidence interval of 95 %, unless each cell has one run."""
 
     value: float
     half: float | None
-    pairs: int
-    """Over which it is: those whose first value is not 0."""
+    over: int
+    """How many cells or pairs."""
 
 
-def ratio(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Ratio:
-    """Of the second to the first of each pair, which are the runs of two cells. Pure.
+def averages(groups: Sequence[Sequence[Sequence[float]]]) -> list[Estimate]:
+    """The mean over the cells of each group. A cell is the values of its runs. Pure.
 
-    Cells have few runs, so their noise, as a share of each one's mean, is taken from all of them together (a pooled variance).
+    Cells have few runs, so their noise is taken from all cells of all groups together (a pooled variance).
+    """
+    cells = [cell for group in groups for cell in group]
+    freedom = sum(len(cell) - 1 for cell in cells)
+    squares = sum((one - statistics.fmean(cell)) ** 2 for cell in cells for one in cell)
+    found = []
+    for group in groups:
+        value = statistics.fmean(map(statistics.fmean, group))
+        half = None
+        if freedom:
+            half = _t(freedom) * math.sqrt(squares / freedom * sum(1 / len(cell) for cell in group)) / len(group)
+        found.append(Estimate(value, half, len(group)))
+    return found
+
+
+def ratio(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Estimate:
+    """How many times as much the second of each pair is as the first, which are the runs of two cells. Pairs whose first mean is
+    0 are left out. Pure.
+
+    As in `averages`, the noise is that of all cells together, here as a share of each cell's mean.
     """
     known = [(before, after) for before, after in pairs if statistics.fmean(before) > 0]
     if not known:
-        return Ratio(0.0, None, 0)
+        return Estimate(0.0, None, 0)
     ratios = [statistics.fmean(after) / statistics.fmean(before) for before, after in known]
     runs = [each for pair in known for each in pair if statistics.fmean(each) > 0]
     freedom = sum(len(each) - 1 for each in runs)
     value = statistics.fmean(ratios)
     if not freedom:
-        return Ratio(value, None, len(known))
+        return Estimate(value, None, len(known))
     noise = sum((one / statistics.fmean(each) - 1) ** 2 for each in runs for one in each) / freedom
     spread = sum(
         each**2 * (1 / len(before) + 1 / len(after)) for each, (before, after) in zip(ratios, known, strict=True)
     )
-    return Ratio(value, _t(freedom) * math.sqrt(noise * spread) / len(known), len(known))
+    return Estimate(value, _t(freedom) * math.sqrt(noise * spread) / len(known), len(known))
 
 
 class Difference(NamedTuple):
@@ -192,30 +223,52 @@ class Difference(NamedTuple):
 
     change: float
     half: float
-
-    @property
-    def verdict(self) -> str:
-        if not math.isfinite(self.half):
-            return "one run each: unknown"
-        if abs(self.change) <= self.half:
-            return "noise"
-        return "slower" if self.change > 0 else "faster"
+    """Infinite where one of them is of a single run."""
+    probability: float
+    """Of a difference as large or larger by chance, without a change; nan where ``half`` is infinite."""
 
 
 def compared(before: Sequence[float], after: Sequence[float]) -> Difference:
-    """Whether times have changed, beyond what runs differ by."""
+    """By how much times have changed, beside what runs differ by."""
     base = statistics.fmean(before)
     change = statistics.fmean(after) / base - 1
     if len(before) < 2 or len(after) < 2:
-        return Difference(change, math.inf)
+        return Difference(change, math.inf, math.nan)
     parts = [statistics.variance(each) / len(each) for each in (before, after)]
     total = sum(parts)
     if total == 0:
-        return Difference(change, 0.0)
+        return Difference(change, 0.0, float(change == 0))
     freedom = total**2 / sum(
         part**2 / (len(each) - 1) for part, each in zip(parts, (before, after), strict=True) if part
     )
-    return Difference(change, _t(max(1, math.floor(freedom))) * math.sqrt(total) / base)
+    whole, error = max(1, math.floor(freedom)), math.sqrt(total) / base
+    return Difference(change, _t(whole) * error, _beyond(change / error, whole))
+
+
+def verdicts(differences: Sequence[Difference]) -> list[str]:
+    """Of each, whether it is a change. Of differences that are all noise one or more is called a change in 5 % of cases at most,
+    however many there are (Holm, Scandinavian Journal of Statistics 6, 1979)."""
+    told = ["noise" if math.isfinite(each.half) else "one run: unknown" for each in differences]
+    known = [at for at, each in enumerate(differences) if math.isfinite(each.half)]
+    for rank, at in enumerate(sorted(known, key=lambda at: differences[at].probability)):
+        if differences[at].probability > ERROR / (len(known) - rank):
+            break
+        told[at] = "slower" if differences[at].change > 0 else "faster"
+    return told
+
+
+def _beyond(t: float, freedom: int) -> float:
+    """The probability that Student's t is as far from 0 or farther, on both sides (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan2(abs(t), math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    is_odd = freedom % 2
+    term = cosine if is_odd else 1.0
+    total = 0.0
+    for at in range(2 + is_odd, freedom + 1, 2):
+        total += term
+        term *= cosine**2 * (at - 1) / at
+    within = 2 / math.pi * (angle + sine * total) if is_odd else sine * total
+    return max(0.0, 1 - within)
 
 
 def _t(freedom: int) -> float:
@@ -233,7 +286,7 @@ def _cell(given: Any) -> Cell:
 
 
 _CELL: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("model", "parallel", "transport", "scaling"), checked.text),
+    **dict.fromkeys(("model", "parallel", "transport", "scaling", "launch", "device"), checked.text),
     **dict.fromkeys(("ranks", "batch", "micro_batch", "sequence", "checkpoint_every", "evaluate_every"), checked.count),
     **dict.fromkeys(("link_mbit", "flow_mbit"), checked.number),
 }
@@ -248,6 +301,7 @@ _OUTCOME: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("processors", "steps", "seed"), checked.count),
     "machine": checked.text,
 }
+ERROR = 0.05
 _T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101,
     2.093, 2.086,

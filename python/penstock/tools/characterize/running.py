@@ -1,10 +1,12 @@
-"""Runs a cell: the model under `penstock profile`, on emulated hosts where it has a link; and tries whether a batch fits."""
+"""Runs a cell: the model under `penstock profile`, by a command of the matrix, on emulated hosts where the cell has a link, or on
+this host; and tries whether a batch fits."""
 
 from __future__ import annotations
 
 import glob
 import itertools
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,9 +15,10 @@ from collections import Counter as Counted
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.errors import PenstockError
+from penstock.numbers import plural
 from penstock.profiling.record import Record
 from penstock.profiling.utilisation import Counter, Drop, drops, hosts
 from penstock.tools.bench import machine
@@ -34,6 +37,7 @@ __all__ = [
     "course_of",
     "environment_of",
     "fits",
+    "lacks_gpus",
     "run",
 ]
 
@@ -55,7 +59,11 @@ def command_of(cell: Cell, steps: int, seed: int, *, memory: int = 0, checkpoint
         train += ["--checkpoint-every", str(cell.checkpoint_every), "--checkpoint", checkpoint]
     if cell.evaluate_every:
         train += ["--evaluate-every", str(cell.evaluate_every)]
-    train += ["--backend", "gloo" if cell.transport == "gloo" else "penstock"]
+    train += ["--backend", cell.transport if cell.transport in ("gloo", "nccl") else "penstock"]
+    if cell.device != "cpu":
+        train += ["--device", cell.device]
+    if cell.launch:
+        return [*shlex.split(cell.launch.replace("{ranks}", str(cell.ranks))), *train]
     if not cell.link_mbit:
         ranks = ["--standalone", "--nproc-per-node", str(cell.ranks)]
         return [sys.executable, "-m", "torch.distributed.run", *ranks, *train]
@@ -110,15 +118,37 @@ def run(cell: Cell, repeat: int, *, steps: int, seed: int, folder: Path, timeout
         found = load(records)
         assert isinstance(found, list), "a folder of ours has records"
         outcome = outcome_of(cell, repeat, breakdown, carried(found))
+        if cell.launch and len(breakdown.shares) != cell.ranks:
+            text = f"{cell.launch!r} has started or recorded {plural(len(breakdown.shares), 'rank')} instead of {cell.ranks}"
+            raise RunFailed(
+                f"{text}: each needs RANK, WORLD_SIZE and the others as torchrun sets them, and the folder {folder}"
+            )
         fallen = counted_drops(drops(found, breakdown))
     except PenstockError as error:
         raise RunFailed(f"{cell.key}: {error}") from error
     finally:
         table.unlink(missing_ok=True)
-    cpu = machine.describe()["hardware"]["cpu"]
     problems = tuple(dict.fromkeys([*outcome.problems, *complaints_of(said)]))
-    about = {"processors": cpu["usable"], "machine": cpu["model"], "steps": steps, "seed": seed, "drops": fallen}
+    about: dict[str, Any] = {"steps": steps, "seed": seed, "drops": fallen}
+    if not cell.launch:  # which may run on other hosts than this one
+        cpu = machine.describe()["hardware"]["cpu"]
+        about |= {"processors": cpu["usable"], "machine": cpu["model"]}
     return replace(outcome, problems=problems, **about)
+
+
+def lacks_gpus(cells: Sequence[Cell]) -> str:
+    """Why cells cannot run on GPUs of this host, or nothing. What a launch starts finds out by itself."""
+    needed = max(
+        (1 if cell.link_mbit else cell.ranks for cell in cells if cell.device == "cuda" and not cell.launch), default=0
+    )
+    if not needed:
+        return ""
+    import torch
+
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if there >= needed:
+        return ""
+    return f"device cuda needs {plural(needed, 'GPU')} on this host, and torch finds {there or 'none'}"
 
 
 def complaints_of(said: str) -> list[str]:
@@ -167,9 +197,9 @@ def _finished(command: Sequence[str], environment: Mapping[str, str], timeout_s:
 
 def carried(records: Sequence[Record]) -> Rates:
     """What a host's busiest interface received and sent: means over the steps of its ranks, and the highest rate received; all
-    three are means over the hosts."""
+    three are means over the hosts. Nothing with one host, whose ranks send nothing over a link."""
     found = []
-    for host in hosts(records):
+    for host in hosts(records) if len({each.header.host for each in records}) > 1 else []:
         steps = [each.steps for each in records if each.header.host == host.name and len(each.steps) > 2]
         if not steps or not host.interfaces():
             continue
@@ -195,12 +225,11 @@ def counted_drops(found: Sequence[Drop]) -> dict[str, float]:
 
 
 class Course(NamedTuple):
-    """What the link of a host carried over time, in Mbit/s, between readings of its counters."""
+    """What the link of a host received over time, in Mbit/s, between readings of its counters."""
 
     seconds: list[float]
     """The middle of each time."""
     received: list[float]
-    sent: list[float]
 
 
 def course_of(folder: Path, cell: Cell) -> Course | None:
@@ -216,17 +245,16 @@ def course_of(folder: Path, cell: Cell) -> Course | None:
     host = next((each for each in hosts(records) if steps and each.name == steps[0].header.host), None)
     if host is None or not host.interfaces():
         return None
-    received, sent = (host.counters.get(f"nic.{host.interfaces()[0]}.{way}_bytes") for way in ("rx", "tx"))
+    received = host.counters.get(f"nic.{host.interfaces()[0]}.rx_bytes")
     end = steps[0].steps[-1].end_ns
     start = max(steps[0].steps[2].start_ns, end - round(COURSE_S * 1e9))
-    if received is None or sent is None or received.times_ns != sent.times_ns:
+    if received is None:
         return None
     times = [time_ns for time_ns in received.times_ns if start <= time_ns <= end]
-    course = Course([], [], [])
+    course = Course([], [])
     for first, last in itertools.pairwise(times):
         course.seconds.append(((first + last) / 2 - start) / 1e9)
-        for rates, counted in ((course.received, received), (course.sent, sent)):
-            rates.append(8e3 * counted.grown(first, last) / (last - first))
+        course.received.append(8e3 * received.grown(first, last) / (last - first))
     return course if len(course.seconds) > 1 else None
 
 

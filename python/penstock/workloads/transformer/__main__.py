@@ -66,6 +66,7 @@ def main() -> None:
 
 def _train(args: argparse.Namespace) -> None:
     shape = MODELS[args.model]
+    device = _device(args.device)
     if "RANK" in os.environ:
         dist.init_process_group(args.backend)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -81,17 +82,17 @@ def _train(args: argparse.Namespace) -> None:
         order, stages = SCHEDULES[args.schedule or "1f1b"]
         if stages > 1 and count % world:
             sys.exit(f"an interleaved schedule of {world} ranks takes a multiple of {world} micro-batches, not {count}")
-        trained = _pipeline(shape, (micro, sequence, shape.width), order, stages)
+        trained = _pipeline(shape, (micro, sequence, shape.width), order, stages, device)
     elif args.schedule:
         sys.exit("--schedule is a pipeline's: add --parallel pipeline")
     else:
-        trained = _data_parallel(shape)
+        trained = _data_parallel(shape, device)
     optimizer = torch.optim.AdamW(trained.model.parameters(), lr=1e-3)
     batches = _batches(shape, args.seed * 1009 + (0 if args.parallel == "pipeline" else rank), micro, sequence, count)
     seconds, losses = [], []
     for number in range(args.steps):
         began = time.perf_counter()
-        tokens, targets = next(batches)
+        tokens, targets = ([each.to(device) for each in given] for given in next(batches))
         losses.append(trained.step(tokens, targets))
         optimizer.step()
         optimizer.zero_grad()
@@ -124,8 +125,18 @@ def _train(args: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
-def _data_parallel(shape: Shape) -> _Trained:
-    model: torch.nn.Module = Stage(shape)
+def _device(kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device(kind)
+    number, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if number >= there:
+        sys.exit(f"--device cuda: LOCAL_RANK is {number}, and torch finds {there or 'no'} GPUs on this host")
+    torch.cuda.set_device(number)
+    return torch.device(kind, number)
+
+
+def _data_parallel(shape: Shape, device: torch.device) -> _Trained:
+    model: torch.nn.Module = Stage(shape).to(device)
     if dist.is_initialized() and dist.get_world_size() > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
@@ -143,12 +154,12 @@ def _data_parallel(shape: Shape) -> _Trained:
     return _Trained(model, step)
 
 
-def _pipeline(shape: Shape, states: tuple[int, int, int], order: Order, stages: int) -> _Trained:
+def _pipeline(shape: Shape, states: tuple[int, int, int], order: Order, stages: int, device: torch.device) -> _Trained:
     if not dist.is_initialized() or dist.get_world_size() < 2:
         sys.exit("a pipeline needs two ranks or more: torchrun --nproc-per-node 2 ...")
     rank, world = dist.get_rank(), dist.get_world_size()
     try:
-        own = [Stage(shape, at * world + rank, stages * world) for at in range(stages)]
+        own = [Stage(shape, at * world + rank, stages * world).to(device) for at in range(stages)]
     except ValueError as error:
         sys.exit(str(error))
     pipeline = Pipeline(shape, own, states, order)
@@ -176,6 +187,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=0, help="tokens of a sequence; 0: all that the model sees")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--backend", default="penstock")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the GPU of LOCAL_RANK")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="of torch, a rank")
     parser.add_argument("--evaluate-every", type=int, default=0, help="steps")

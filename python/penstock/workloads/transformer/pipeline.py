@@ -25,7 +25,7 @@ class Pipeline:
 
     Args:
         model: its shape.
-        stages: of this rank, in the order of the model: stages r, r + p, ... of all for rank r of p.
+        stages: of this rank, in the order of the model: stages r, r + p, ... of all for rank r of p. All are on one device.
         states: the shape (B, T, D) of each tensor between stages, for a micro-batch.
         order: the schedule.
     """
@@ -38,6 +38,7 @@ class Pipeline:
         order: Order = one_forward_one_backward,
     ) -> None:
         self._own, self._states, self._order = stages, states, order
+        self._device = next(stages[0].parameters()).device
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._widths = widths(model, len(stages) * self._ranks)
         # First and last: the weight that both have a copy of.
@@ -91,7 +92,7 @@ class Pipeline:
     def _receive(self, stage: int, *, is_gradient: bool = False) -> list[Tensor]:
         """What a stage of this rank is sent: by the stage before it, or gradients by the one after it."""
         other, count = (stage + 1, self._widths[stage]) if is_gradient else (stage - 1, self._widths[stage - 1])
-        found = [torch.empty(self._states, requires_grad=not is_gradient) for _ in range(count)]
+        found = [torch.empty(self._states, requires_grad=not is_gradient, device=self._device) for _ in range(count)]
         for each in found:
             dist.recv(each.detach(), other % self._ranks, tag=_tag(stage, is_gradient))
         return found
