@@ -45,7 +45,7 @@ class Verbs(Group):
 
 VERBS = {
     "aggregator": "Add what workers push on its way to the server; or watch one.",
-    "bench": "Measure collectives beside gloo: time and share of the limit.",
+    "bench": "Measure collectives and trainings beside gloo and the limit.",
     "characterize": "Where steps of known models go, over a matrix of networks.",
     "convert": "Turn a training script for one device into one for several ranks.",
     "demo": "Train a character GPT with gloo, then with Penstock, and compare.",

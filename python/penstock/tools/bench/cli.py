@@ -28,7 +28,7 @@ from penstock.tools.commands import Group
 
 @click.group(name="bench", cls=Group)
 def command() -> None:
-    """Measure collectives: time, bandwidth, share of the limit, beside other backends.
+    """Measure collectives, trainings and the tools: time, share of the limit, beside other backends.
 
     Backends take turns in one run, so their ratios hold on a noisy machine. Results are checked. Examples:
 
