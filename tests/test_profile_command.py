@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
+import html
 import json
 import os
 import pathlib
@@ -18,9 +20,10 @@ import click.testing
 import pytest
 
 import forked
+import profiles
 from penstock.cli import main
 from penstock.profiling import record
-from penstock.profiling.record import Event, Header, Record, Step
+from penstock.profiling.record import Event
 from penstock.tools.profile import run
 from penstock.tools.testbed import Testbed
 
@@ -66,17 +69,62 @@ def test_what_cannot_run_is_refused_first(
     assert not (tmp_path / "started").exists()
 
 
+@pytest.fixture
+def unlucky(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Records of a run in which rank 0 raised, rank 1 was killed and computes on a GPU, rank 2 left none, and samples are few and
+    lack something."""
+    first, second, _ = profiles.data_parallel(3, sampled=(4,))
+    first.events.insert(0, Event(5, "exception", "ValueError: planted"))
+    first.events.insert(0, Event(4, "left out", "some steps are left out"))
+    first.samples[0] = dataclasses.replace(first.samples[0], dropped=7)
+    second.events.clear()
+    second.samples[0] = dataclasses.replace(second.samples[0], device=second.steps[4])
+    folder = tmp_path / "unlucky"
+    folder.mkdir()
+    for one in (first, second):
+        lines = [one.header, *one.steps, *one.samples, *one.events]
+        (folder / f"rank-{one.header.rank}.jsonl").write_text("".join(map(record.line, lines)))
+    return folder
+
+
+WENT_WRONG = (
+    "rank 0 ended with an exception: ValueError: planted",
+    "the record of rank 1 ends early",
+    "2 of 3 ranks have a record (rank 2 has none)",
+    "rank 0: some steps are left out",
+    "samples of rank 0 lack 7 operations",
+    "rank 1 computes on a GPU",
+    "of only 1 of 10 steps of rank 0 all operations are known (torch's profiler sampled 1)",
+)
+
+
+def test_what_went_wrong_is_told_once_and_kept(tmp_path: pathlib.Path, unlucky: pathlib.Path) -> None:
+    """After the run, with how the command ended; and by --read, each once: on standard error, on the page and in the JSON."""
+    tells = ["--html", "page.html", "--json", "table.json"]
+    copies = ["-o", "run", *tells, "--", "sh", "-c", f"cp {unlucky}/* $PENSTOCK_PROFILE && kill -9 $$"]
+    for arguments, code in ((copies, 137), (["--read", str(unlucky), *tells], 0), (["--read", "run", *tells], 0)):
+        done = profile(tmp_path, *arguments)
+        assert done.returncode == code, done.stderr
+        said = [line for line in done.stderr.splitlines() if line.startswith(run.SAYS)]
+        page = html.unescape((tmp_path / "page.html").read_text()).replace("\xa0", " ")
+        problems = json.loads((tmp_path / "table.json").read_text())["problems"]
+        ended = ["the command ended with exit code 137, which is 128 + SIGKILL"] if code else []
+        for text in [*ended, *WENT_WRONG]:
+            assert sum(text in line for line in said) == sum(text in line for line in problems) == 1, (text, said)
+            assert page.count(text) == 1, text
+        assert len(said) == len(set(said)) == len(problems)
+        assert sum("has none" in line or "no record" in line for line in said) == 1
+        assert bool(ended) == any("exit code" in line for line in said)
+
+
 def test_complaints_of_records(tmp_path: pathlib.Path) -> None:
-    """A rank whose file is missing, and too few samples, are told. Only the recorder's own marks are taken out of the folder."""
+    """Why there are none, is told. Only the recorder's own marks are taken out of the folder."""
     run._marks(tmp_path).mkdir(parents=True)
     (run._marks(tmp_path) / "torch").touch()
     for name in (".keep", ".profile-mine"):
         (tmp_path / name).touch()
-    header = Header(0, 3, "here", 1, 0, 0)
-    steps = [Step(number, number, number + 1) for number in range(9)]
-    [missing, few] = run.complaints(tmp_path, [Record(header, steps, events=[Event(9, "end")])])
-    assert "there is no record of rank 1, 2" in missing
-    assert "only 0 steps were sampled" in few
+    [nothing] = run.complaints(tmp_path, [])
+    assert "no Python process of the command looked into PYTHONPATH" in nothing
     assert sorted(path.name for path in tmp_path.iterdir()) == [".keep", ".profile-mine"]
 
 

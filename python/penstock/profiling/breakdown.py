@@ -73,12 +73,15 @@ class Share:
     steps: int
     """Over which the mean is; the first of a run are left out (`divide.py`)."""
     sampled: int
-    """Of which torch's profiler saw; wire is told from wait in these alone."""
+    """Of which torch's profiler saw."""
     step_ns: float
     work: Mapping[str, float]
     """By phase, in ns per step."""
     communication: Mapping[str, Moving]
     """By purpose."""
+    known: int = 0
+    """Steps whose operations are all known: sampled, or told by Penstock's engine or by watches of gloo. What wire, wait and
+    hidden communication were in the others is estimated from these (`between.py`)."""
 
     @property
     def unprofiled_ns(self) -> float:

@@ -14,6 +14,7 @@ from penstock.numbers import plural
 from penstock.profiling.between import GAP_NS, Kind, Seen, add, told
 from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Breakdown, Moving, Share
 from penstock.profiling.clocks import WALL_AGREES_NS, Clock, clocks
+from penstock.profiling.complaints import complaints
 from penstock.profiling.intervals import Piece, clipped, overlaps, union, without
 from penstock.profiling.lateness import Beginnings, Key
 from penstock.profiling.matching import by_rank, meetings
@@ -40,7 +41,7 @@ def divide(records: Sequence[Record]) -> Breakdown:
     clock_of, said = clocks(ranks, met)
     judged = turns(ranks, met, clock_of)
     known = remembered(ranks, met, clock_of)
-    problems += said + _about_ranks(ranks)
+    problems += complaints(ranks) + said
     shares = []
     beginnings = Beginnings(ranks, met, clock_of)
     for record in ranks:
@@ -48,9 +49,7 @@ def divide(records: Sequence[Record]) -> Breakdown:
         share = _share(record, judged.courses.get(rank, {}), known.get(rank, {}), beginnings, problems)
         if share is not None:
             shares.append(share)
-    problems += _about_operations(ranks, judged) + _about_clocks(clock_of, shares)
-    for record in ranks:
-        problems += record.problems
+    problems += _about_samples(shares) + _about_operations(ranks, judged) + _about_clocks(clock_of, shares)
     return Breakdown(
         tuple(shares), {host: clock.offset for host, clock in clock_of.items()}, tuple(dict.fromkeys(problems))
     )
@@ -430,7 +429,7 @@ def _mean(rank: int, steps: list[Step], sampled: int, looked: int, sums: _Sums) 
         if moving != Moving():
             communication[purpose] = moving
     step_ns = sum(step.end_ns - step.start_ns for step in steps) / count
-    return Share(rank, count, sampled, step_ns, work, communication)
+    return Share(rank, count, sampled, step_ns, work, communication, looked)
 
 
 def _resolved(parts: dict[Kind, float], *examples: dict[Kind, float]) -> dict[Kind, float]:
@@ -464,7 +463,7 @@ def _counted(record: Record, problems: list[str]) -> list[Step]:
         if steps:
             problems.append(
                 f"rank {rank} recorded {plural(len(steps), 'step')} only: the last one is shown, and what is done "
-                "once (connecting, compiling) may be in it"
+                f"once (connecting, compiling) may be in it{_NEVER_STEPPED if len(steps) == 1 and warm_up else ''}"
             )
         return steps[-1:]
     steps = steps[warm_up:]
@@ -485,37 +484,14 @@ def _warm_up(record: Record) -> int:
     return 0 if "reader" in record.header.about else WARM_UP_STEPS
 
 
-def _about_ranks(ranks: list[Record]) -> list[str]:
-    """What is wrong with the records beside each other."""
-    problems = []
-    world = max(record.header.world for record in ranks)
-    missing = [rank for rank in range(world) if rank not in {record.header.rank for record in ranks}][:9]
-    if missing:
-        problems.append(
-            f"{len(ranks)} of {world} ranks have a record (rank {missing[0]} has none): operations with the "
-            "others are not told apart"
-        )
-    if len({record.header.world for record in ranks}) > 1:
-        problems.append("the records are of jobs of several sizes: are they of one run?")
-    if len({str(record.header.about.get("job", "")) for record in ranks} - {""}) > 1:
-        problems.append(
-            "the records are of several jobs, which wrote into one folder at the same time: ranks do not belong together. "
-            "Give each job an --output of its own"
-        )
-    numbers = {record.header.rank: {step.number for step in record.steps} for record in ranks if record.steps}
-    most = max((len(each) for each in numbers.values()), default=0)
-    short = {rank: len(each) for rank, each in numbers.items() if len(each) < most}
-    if short:
-        least = min(short, key=lambda rank: (short[rank], rank))
-        problems.append(
-            f"{len(short)} ranks recorded fewer steps than the {most} of others (rank {least} {short[least]}): each "
-            "one's means are over its own"
-        )
-    if len(numbers) > 1 and not set.intersection(*numbers.values()):
-        problems.append(
-            "ranks have no step number in common: they do not step alike, or the records are of several runs"
-        )
-    return problems
+def _about_samples(shares: Sequence[Share]) -> list[str]:
+    least = min(shares, key=lambda share: (share.known, share.rank), default=None)
+    if least is None or not 0 < least.known < min(FEW, least.steps):
+        return []
+    return [
+        f"of only {least.known} of {least.steps} steps of rank {least.rank} all operations are known (torch's profiler sampled "
+        f"{least.sampled}): what is wire, wait and hidden in the others is estimated from these. Run for 20 steps or more"
+    ]
 
 
 def _about_operations(ranks: list[Record], judged: Turns) -> list[str]:
@@ -571,6 +547,8 @@ WARM_UP_STEPS = 2
 WAKE_NS = 5_000_000
 """After which a thread that has waited runs again, where processors are few: as long as Python's threads keep the interpreter."""
 
+_NEVER_STEPPED = ". Where no optimizer stepped more than once, all that the script did is one step"
+
 _LAST = 0.1
 """Of the time for which samples stand still: as much may lie elsewhere than after the last operation."""
 
@@ -579,6 +557,9 @@ _SEVERAL = 3
 
 _OF_STEPS = 0.01
 """Of the time of sampled steps: as much may be pauses between operators, while something moves that nothing waits for."""
+
+FEW = 3
+"""Steps whose operations are known: fewer say little of the others."""
 
 OUTLIER = 5
 """So many times the median is worth a word: a checkpoint, an evaluation, a stall."""

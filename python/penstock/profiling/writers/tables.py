@@ -181,6 +181,7 @@ def _share(given: dict[str, Any]) -> Share:
         _number(given["step_ns"]),
         {str(phase): _number(ns) for phase, ns in given["work"].items()},
         {str(purpose): _moving(each) for purpose, each in given["communication"].items()},
+        _count(given.get("known", 0)),
     )
 
 
