@@ -186,6 +186,9 @@ def test_a_script_and_its_record(tmp_path: pathlib.Path) -> None:
     used = {(each["what"], each["line"]) for each in json.loads((tmp_path / "table.json").read_text())["utilisation"]}
     assert ("processor time", "rank 0") in used
     assert "\nprocessor time,processors,rank 0," in (tmp_path / "table-utilisation.csv").read_text()
+    steps = (tmp_path / "table-steps.csv").read_text().splitlines()
+    assert steps[0].startswith("rank,step,counted,") and len(steps) == 21
+    assert "<h2>Every step</h2>" in (tmp_path / "report.html").read_text()
     assert profile(tmp_path, "--read", "penstock-profile-1", "--csv", os.devnull).returncode == 0
     assert not pathlib.Path(f"{os.devnull}-utilisation.csv").exists()
     assert json.loads((tmp_path / "traces" / "rank-0.json").read_text())["distributedInfo"]["rank"] == 0

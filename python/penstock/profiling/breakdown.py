@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["EMBEDDING", "MEASURING", "OTHER", "PHASES", "PURPOSES", "SYNC", "Breakdown", "Moving", "Share"]
+__all__ = ["EMBEDDING", "MEASURING", "OTHER", "PHASES", "PURPOSES", "SYNC", "Breakdown", "Moving", "OneStep", "Share"]
 
 OTHER = "other"
 MEASURING = "profiler"
@@ -102,6 +102,28 @@ class Share:
     def _is_bubble(self, purpose: str) -> bool:
         is_pipeline = any(name.startswith("pipeline") for name in self.communication)
         return purpose.startswith("pipeline") or (purpose == EMBEDDING and is_pipeline)
+
+
+@dataclass(frozen=True)
+class OneStep:
+    """One step of a rank, in ns. ``sum(work.values()) + exposed_ns = step_ns``."""
+
+    rank: int
+    number: int
+    is_counted: bool
+    """In the means: the first of a run are not."""
+    is_sampled: bool
+    start_ns: int
+    """On the first host's clock."""
+    step_ns: int
+    work: Mapping[str, float]
+    """By phase. Where `moving` is None, what DDP waits for in a backward pass is part of that."""
+    exposed_ns: float
+    """What the training thread stood still for: where `moving` is None, marked waits alone."""
+    moving: Moving | None
+    """For all purposes, without bytes and operations. None: not all operations of the step are known."""
+    examples: int
+    """As `record.Step` has them."""
 
 
 @dataclass(frozen=True)

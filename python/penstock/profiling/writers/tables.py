@@ -12,11 +12,11 @@ from typing import Any
 
 from penstock.errors import Config
 from penstock.profiling.advice import Change
-from penstock.profiling.breakdown import PHASES, PURPOSES, Breakdown, Moving, Share
+from penstock.profiling.breakdown import PHASES, PURPOSES, Breakdown, Moving, OneStep, Share
 from penstock.profiling.usage import Group, Line
 from penstock.profiling.writers.whole import whole
 
-__all__ = ["csv", "from_json", "json", "usage_csv"]
+__all__ = ["csv", "from_json", "json", "steps_csv", "usage_csv"]
 
 FORMAT = "penstock-breakdown/1"
 
@@ -35,6 +35,22 @@ COLUMNS = (
 )
 """docs/reference/profile.md says what they hold."""
 
+STEP_COLUMNS = (
+    "rank",
+    "step",
+    "counted",
+    "sampled",
+    "start_ns",
+    "step_ns",
+    *(f"{phase.replace(' ', '_')}_ns" for phase in PHASES),
+    "exposed_ns",
+    "exposed_wire_ns",
+    "exposed_wait_ns",
+    "hidden_wire_ns",
+    "hidden_wait_ns",
+    "examples",
+)
+
 USAGE_COLUMNS = ("what", "unit", "line", "host", "counter", "start_ns", "end_ns", "value")
 
 
@@ -50,6 +66,26 @@ def csv(breakdown: Breakdown, path: Path) -> None:
         for share in breakdown.shares:
             for row in _rows(share):
                 writer.writerow((share.rank, share.steps, share.sampled, *row))
+
+
+def steps_csv(steps: Iterable[OneStep], path: Path) -> None:
+    """Write a row for each step of each rank. A step is the sum of its phases and of what is exposed.
+
+    Raises:
+        Config: the file cannot be written.
+    """
+    with whole(path) as file:
+        writer = library.writer(file, lineterminator="\n")
+        writer.writerow(STEP_COLUMNS)
+        for one in steps:
+            head = (one.rank, one.number, int(one.is_counted), int(one.is_sampled), one.start_ns, one.step_ns)
+            phases = (round(one.work.get(phase, 0.0)) for phase in PHASES)
+            told = one.moving
+            moved: Sequence[object] = [""] * 4
+            if told is not None:
+                parts = (told.exposed_wire_ns, told.exposed_wait_ns, told.hidden_wire_ns, told.hidden_wait_ns)
+                moved = [round(part) for part in parts]
+            writer.writerow((*head, *phases, round(one.exposed_ns), *moved, one.examples))
 
 
 def usage_csv(used: Iterable[Group], path: Path) -> None:

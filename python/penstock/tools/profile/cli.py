@@ -46,7 +46,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     type=click.Path(file_okay=False, path_type=Path),
     help="Write a trace a rank into a folder, for HolisticTraceAnalysis.",
 )
-@click.option("--csv", type=_FILE, help="Write the table, and beside it ...-utilisation.csv.")
+@click.option("--csv", type=_FILE, help="Write the table, and beside it ...-steps.csv and ...-utilisation.csv.")
 @click.option("--json", type=_FILE, help="Write the table, the list of changes, and utilisation over time.")
 @click.option("--apply", "applied", is_flag=True, help="Then run it again with the best change, and compare.")
 @click.argument("arguments", nargs=-1, metavar="[--] [SCRIPT.py | COMMAND] [ARGS]...", type=click.UNPROCESSED)
@@ -245,7 +245,7 @@ def _tell(
     from penstock.profiling import writers
     from penstock.profiling.advice import advise
     from penstock.profiling.breakdown import Breakdown
-    from penstock.profiling.divide import divide
+    from penstock.profiling.divide import divide, each_step
     from penstock.profiling.usage import MOST_LINES, groups
     from penstock.profiling.utilisation import with_links
     from penstock.tools.profile.report import page, text
@@ -262,8 +262,11 @@ def _tell(
     used = groups(records, breakdown, MOST_LINES) if wanted["csv"] or wanted["json"] else []
     if wanted["csv"]:
         writers.csv(breakdown, wanted["csv"])
-        if used and wanted["csv"].is_file():  # beside /dev/stdout is no place for a file
-            writers.usage_csv(used, wanted["csv"].with_name(f"{wanted['csv'].stem}-utilisation.csv"))
+        if wanted["csv"].is_file():  # beside /dev/stdout is no place for a file
+            if records:
+                writers.steps_csv(each_step(records), wanted["csv"].with_name(f"{wanted['csv'].stem}-steps.csv"))
+            if used:
+                writers.usage_csv(used, wanted["csv"].with_name(f"{wanted['csv'].stem}-utilisation.csv"))
     if wanted["json"]:
         writers.json(breakdown, wanted["json"], advice.changes, used)
     if (wanted["perfetto"] or wanted["kineto"]) and not records:

@@ -64,6 +64,8 @@ def page(breakdown: Breakdown, records: Sequence[Record], advice: Advice | None 
             told.append(waits)
         sections.append(Section("Communication", told))
         if records:  # a file of sums has no moments at all
+            if (every := steps.lengths(records)) is not None:
+                sections.append(Section("Every step", [every]))
             sections.append(Section("What the interfaces carry", carried(breakdown, records)))
             if used := resources.pictures(breakdown, records):
                 sections.append(Section("Utilisation", used))
