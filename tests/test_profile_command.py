@@ -22,7 +22,7 @@ import pytest
 import forked
 import profiles
 from penstock.cli import main
-from penstock.profiling import record
+from penstock.profiling import readers, record
 from penstock.profiling.record import Event
 from penstock.tools.profile import run
 from penstock.tools.testbed import Testbed
@@ -126,6 +126,19 @@ def test_complaints_of_records(tmp_path: pathlib.Path) -> None:
     [nothing] = run.complaints(tmp_path, [])
     assert "no Python process of the command looked into PYTHONPATH" in nothing
     assert sorted(path.name for path in tmp_path.iterdir()) == [".keep", ".profile-mine"]
+
+
+def test_the_help_says_what_can_be_read() -> None:
+    """Every kind of file that `readers.load` takes."""
+    told = " ".join(click.testing.CliRunner().invoke(main, ["profile", "--help"]).output.split())
+    for kind in (
+        "a folder of records",
+        "a trace of torch.profiler",
+        "a log of Megatron-LM",
+        "NCCL's inspector (JSONL)",
+    ):
+        assert kind in told
+    assert len(readers.NAMES) == 4
 
 
 def test_commands_that_begin_together_have_folders(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

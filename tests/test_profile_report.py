@@ -285,13 +285,21 @@ def test_rates_are_differences_of_counters() -> None:
 
 
 def test_the_page_says_why_traffic_falls() -> None:
-    """A rank writes a checkpoint for two seconds: the page names it below the picture of the interfaces, and no fall without."""
+    """A rank writes a checkpoint for two seconds: the page names it below the picture of the interfaces, the terminal in a line,
+    and no fall without."""
     for pauses in ({}, {30: (1, "checkpoint", 2.0)}):
         job = planted_records.Job(1, random.Random(1), steps=60, gradient_bytes=8e6)
         job.pauses = pauses
         records, found = planted_records.played(job)
-        blocks = report.carried(found, records)
+        fallen = utilisation.drops(records, found)
+        blocks = report.carried(found, records, fallen)
+        told = " ".join(report.text(found, records, fallen=fallen).split())
+        assert ("2 times, explained by checkpoint. The largest: eth0 of h" in told) == bool(pauses), told
         if pauses:
+            assert report.text(found, records, fallen=fallen[:1]).count("once: eth0 of h0 for 1.9") == 1
+            assert report.shown.drop(dataclasses.replace(fallen[0], ways=("rx",))).startswith(
+                "eth0 of h0 (received) for"
+            )
             falls = blocks[-1]
             assert isinstance(falls, list) and all(fall.endswith("checkpoint of rank 1") for fall in falls), falls
             assert [fall.split(" for ")[0] for fall in falls] == ["eth0 of h0", "eth0 of h1"]

@@ -27,6 +27,7 @@ from penstock.profiling.divide import divide, each_step
 from penstock.profiling.readers import load
 from penstock.profiling.record import Event, Operation, Readings, Record, Sample, Step
 from penstock.profiling.usage import groups
+from penstock.profiling.utilisation import Drop
 from penstock.profiling.writers import csv, from_json, json, kineto, perfetto, steps_csv, usage_csv
 from profiles import data_parallel, header, pipeline, shifted, uneven, wild
 from test_profile_divide import a_job
@@ -399,7 +400,23 @@ def test_what_was_used_is_in_both_tables(tmp_path: pathlib.Path) -> None:
     assert [[int(row["start_ns"]), int(row["end_ns"]), float(row["value"])] for row in own] == sent["points"]
     assert {row["counter"] for row in own} == {sent["counter"]} and {row["unit"] for row in own} == {"bytes/s"}
     json(breakdown, tmp_path / "b.json")
-    assert decoder.loads((tmp_path / "b.json").read_text())["utilisation"] == []
+    content = decoder.loads((tmp_path / "b.json").read_text())
+    assert content["utilisation"] == content["drops"] == []
+    fallen = [Drop("a", "eth0", (5, 9), 0.25, "checkpoint", 1, ("rx",)), Drop("b", "eth1", (6, 9), 0.5, "")]
+    json(breakdown, tmp_path / "b.json", drops=fallen)
+    first, second = decoder.loads((tmp_path / "b.json").read_text())["drops"]
+    assert first == {
+        "host": "a",
+        "interface": "eth0",
+        "ways": ["rx"],
+        "start_ns": 5,
+        "end_ns": 9,
+        "share": 0.25,
+        "cause": "checkpoint",
+        "rank": 1,
+    }
+    assert (second["ways"], second["cause"], second["rank"]) == (["rx", "tx"], None, None)
+    assert from_json(tmp_path / "b.json") == breakdown
 
 
 SIZES = st.floats(0, 1e15)

@@ -14,6 +14,7 @@ from penstock.errors import Config
 from penstock.profiling.advice import Change
 from penstock.profiling.breakdown import PHASES, PURPOSES, Breakdown, Moving, OneStep, Share
 from penstock.profiling.usage import Group, Line
+from penstock.profiling.utilisation import Drop
 from penstock.profiling.writers.whole import whole
 
 __all__ = ["csv", "from_json", "json", "steps_csv", "usage_csv"]
@@ -103,8 +104,15 @@ def usage_csv(used: Iterable[Group], path: Path) -> None:
                 writer.writerows((*head, start, end, _plain(value)) for (start, end), value in line.points)
 
 
-def json(breakdown: Breakdown, path: Path, changes: Sequence[Change] = (), used: Sequence[Group] = ()) -> None:
-    """Write a breakdown so that `from_json` gives the same; beside it the ranked list of changes, and what was used over time.
+def json(
+    breakdown: Breakdown,
+    path: Path,
+    changes: Sequence[Change] = (),
+    used: Sequence[Group] = (),
+    drops: Sequence[Drop] = (),
+) -> None:
+    """Write a breakdown so that `from_json` gives the same; beside it the ranked list of changes, where traffic fell, and what
+    was used over time.
 
     Raises:
         Config: the file cannot be written.
@@ -117,6 +125,7 @@ def json(breakdown: Breakdown, path: Path, changes: Sequence[Change] = (), used:
         "problems": list(breakdown.problems),
         "notes": list(breakdown.notes),
         "changes": [_change(each) for each in changes],
+        "drops": [_drop(each) for each in drops],
     }
     with whole(path) as file:
         text = encoder.dumps(content, indent=1, allow_nan=False)
@@ -172,6 +181,12 @@ def _change(one: Change) -> dict[str, object]:
         "error": None if told is None else told.error,
         "cause": None if one.cause is None else one.cause.kind,
     }
+
+
+def _drop(one: Drop) -> dict[str, object]:
+    start, end = one.interval
+    where = {"host": one.host, "interface": one.interface, "ways": list(one.ways)}
+    return {**where, "start_ns": start, "end_ns": end, "share": one.share, "cause": one.cause or None, "rank": one.rank}
 
 
 def _line(group: Group, line: Line) -> dict[str, Any]:

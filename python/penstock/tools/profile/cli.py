@@ -27,7 +27,13 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 @click.command("profile", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="Folder of the records.")
-@click.option("--read", "read", type=click.Path(exists=True, path_type=Path), help="Run nothing: what a file tells.")
+@click.option(
+    "--read",
+    "read",
+    type=click.Path(exists=True, path_type=Path),
+    help="Run nothing: tell from a folder of records, a trace of torch.profiler (Kineto) or a folder of one a rank, a log of "
+    "Megatron-LM, or files of NCCL's inspector (JSONL).",
+)
 @click.option("--pipeline-stages", type=click.IntRange(1), help="Of a log of Megatron-LM that does not say.")
 @click.option(
     "--link-mbit",
@@ -247,7 +253,7 @@ def _tell(
     from penstock.profiling.breakdown import Breakdown
     from penstock.profiling.divide import divide, each_step
     from penstock.profiling.usage import MOST_LINES, groups
-    from penstock.profiling.utilisation import with_links
+    from penstock.profiling.utilisation import drops, with_links
     from penstock.tools.profile.report import page, text
 
     records: list[Record] = [] if isinstance(found, Breakdown) else list(found)
@@ -256,7 +262,8 @@ def _tell(
     breakdown = found if isinstance(found, Breakdown) else divide(records)
     breakdown = replace(breakdown, problems=(*said, *breakdown.problems))
     advice = advise(records, breakdown)
-    click.echo(text(breakdown, records, advice), nl=False)
+    fallen = drops(records, breakdown)
+    click.echo(text(breakdown, records, advice, fallen), nl=False)
     for problem in breakdown.problems:
         _say(problem)
     used = groups(records, breakdown, MOST_LINES) if wanted["csv"] or wanted["json"] else []
@@ -268,7 +275,7 @@ def _tell(
             if used:
                 writers.usage_csv(used, wanted["csv"].with_name(f"{wanted['csv'].stem}-utilisation.csv"))
     if wanted["json"]:
-        writers.json(breakdown, wanted["json"], advice.changes, used)
+        writers.json(breakdown, wanted["json"], advice.changes, used, fallen)
     if (wanted["perfetto"] or wanted["kineto"]) and not records:
         raise click.ClickException("what was read has sums only, and no moments for a trace")
     if wanted["perfetto"]:
@@ -279,5 +286,5 @@ def _tell(
         from penstock.reports.page import render
 
         with writers.whole(wanted["html"]) as file:
-            file.write(render(page(breakdown, records, advice)))
+            file.write(render(page(breakdown, records, advice, fallen)))
     return advice
