@@ -20,6 +20,7 @@ from penstock.profiling import causes, utilisation, writers
 from penstock.profiling.advice import Advice
 from penstock.profiling.breakdown import PHASES, PURPOSES, Breakdown, Moving, Share
 from penstock.profiling.cause import Cause
+from penstock.profiling.divide import divide
 from penstock.profiling.predict import Prediction
 from penstock.profiling.readers import load
 from penstock.profiling.record import Header, Operation, Readings, Record, Span, Step, Wait
@@ -258,6 +259,38 @@ def test_lengths_are_without_what_the_profiler_takes() -> None:
     assert steps.lengths([of_lengths([1, 2, 3])]) is None
     alone = steps.lengths(data_parallel(1, 6, sampled=range(6)))
     assert alone is not None and len(panels_of(alone)[0].curves[0].x) == 4 and "Sampled" not in alone.how
+
+
+def test_examples_a_second_are_of_all_ranks(tmp_path: pathlib.Path) -> None:
+    """By the mean step without the profiler's time, and of what is trained on: in one step of four an evaluation loads 500 more.
+    Unknown where a rank has no loader, or where ranks may have the same batch."""
+    held_up = {(rank, number): 30 * MS for rank in range(2) for number in (5, 8)}
+    evaluated = {(rank, number): 10 * MS for rank in range(2) for number in range(3, 30, 4)}
+    records = data_parallel(2, 30, sampled=(6,), profiler_ns=held_up, evaluation_ns=evaluated)
+    for record in records:
+        record.steps[:] = [
+            step._replace(
+                examples=32 + 500 * ((0, step.number) in evaluated),
+                spans=tuple(span for span in step.spans if span.phase != "evaluation" or span.end_ns > span.start_ns),
+            )
+            for step in record.steps
+        ]
+    found = divide(records)
+    mean_ns = found.shares[0].unprofiled_ns
+    assert [share.examples for share in found.shares] == [32, 32] and found.shares[0].work["profiler"] > MS
+    assert found.examples_per_s == pytest.approx(2 * 32 / (mean_ns / 1e9))
+    rate = f"{found.examples_per_s:.0f}"
+    assert f"\nExamples a second, of all ranks: {rate}.\n" in report.text(found, records)
+    assert (rate, "examples a second", "of all ranks") in report.page(found, records).cards
+    writers.json(found, tmp_path / "b.json")
+    assert json.loads((tmp_path / "b.json").read_text())["examples_per_s"] == found.examples_per_s
+    assert writers.from_json(tmp_path / "b.json") == found
+    in_groups = dataclasses.replace(found.shares[0], communication={"tensor": Moving(operations=1)})
+    no_loader = dataclasses.replace(found.shares[0], examples=0)
+    for other in (in_groups, no_loader):
+        unknown = dataclasses.replace(found, shares=(other, found.shares[1]))
+        assert unknown.examples_per_s is None and "Examples" not in report.text(unknown, records)
+    assert Breakdown(()).examples_per_s is None
 
 
 def test_rates_are_differences_of_counters() -> None:

@@ -82,6 +82,8 @@ class Share:
     known: int = 0
     """Steps whose operations are all known: sampled, or told by Penstock's engine or by watches of gloo. What wire, wait and
     hidden communication were in the others is estimated from these (`between.py`)."""
+    examples: float = 0.0
+    """That the rank's loader gave it for a step; 0: unknown."""
 
     @property
     def unprofiled_ns(self) -> float:
@@ -137,3 +139,14 @@ class Breakdown:
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     """What stands behind the numbers, in sentences, where a reader of another tool's file knows it."""
+
+    @property
+    def examples_per_s(self) -> float | None:
+        """Of all ranks, without what measuring costs. None: some rank's are unknown, or ranks may have the same ones, as those of
+        a tensor-parallel group or of a pipeline."""
+        shares = [share for share in self.shares if share.steps]
+        purposes = {purpose for share in shares for purpose in share.communication}
+        has_groups = any(purpose == "tensor" or purpose.startswith("pipeline") for purpose in purposes)
+        if has_groups or not shares or not all(share.examples and share.unprofiled_ns for share in shares):
+            return None
+        return sum(1e9 * share.examples / share.unprofiled_ns for share in shares)

@@ -7,7 +7,7 @@ import heapq
 import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from penstock.numbers import plural
@@ -323,7 +323,10 @@ def _share(record: Record, operations: _Operations, beginnings: Beginnings, prob
         problems.append(
             f"samples of rank {rank} lack {dropped} operations that were too many: its communication is more than shown"
         )
-    return _mean(rank, steps, sampled, known, sums)
+    # What is loaded for an evaluation is not trained on.
+    trained = [step.examples for step in steps if not any(span.phase == "evaluation" for span in step.spans)]
+    examples = sum(trained) / max(len(trained), 1)
+    return replace(_mean(rank, steps, sampled, known, sums), examples=examples)
 
 
 class _Operations:

@@ -121,6 +121,7 @@ def json(
         "format": FORMAT,
         "unit": "nanoseconds of a mean step",
         "shares": [dataclasses.asdict(share) for share in breakdown.shares],
+        "examples_per_s": breakdown.examples_per_s,
         "offsets_ns": {host: list(offset) for host, offset in breakdown.offsets_ns.items()},
         "problems": list(breakdown.problems),
         "notes": list(breakdown.notes),
@@ -233,6 +234,7 @@ def _share(given: dict[str, Any]) -> Share:
         {str(phase): _number(ns) for phase, ns in given["work"].items()},
         {str(purpose): _moving(each) for purpose, each in given["communication"].items()},
         _count(given.get("known", 0)),
+        _number(given.get("examples", 0)),
     )
 
 

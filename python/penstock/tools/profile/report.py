@@ -88,7 +88,7 @@ def page(
         sections.append(Section("How this was measured", [remarks]))
     if breakdown.problems and breakdown.shares:
         sections.append(Section("Problems", [list(breakdown.problems)]))
-    return replace(first_screen(breakdown, records, advice), cards=cards(shares), sections=sections)
+    return replace(first_screen(breakdown, records, advice), cards=cards(breakdown, shares), sections=sections)
 
 
 # The first screen
@@ -214,11 +214,13 @@ def setting(breakdown: Breakdown, shares: Sequence[Share], records: Sequence[Rec
     return " ".join(filter(None, [f"{where}{said}; mean of {plural(count, 'step')}{seen}.", shown.left_out(breakdown)]))
 
 
-def cards(shares: Sequence[Share]) -> list[Card]:
+def cards(breakdown: Breakdown, shares: Sequence[Share]) -> list[Card]:
     if not shares:
         return []
     step = sum(each.unprofiled_ns for each in shares) / len(shares)
     found = [Card(duration(step / 1e9), "a step", f"{1e9 / step:.3g} a second" if step else "")]
+    if rate := shown.examples(breakdown):
+        found.append(Card(rate, "examples a second", "of all ranks"))
     for text, name in (("wire, exposed", "exposed_wire_ns"), ("wait, exposed", "exposed_wait_ns")):
         time = sum(getattr(moved, name) for each in shares for moved in each.communication.values()) / len(shares)
         found.append(Card(share(time / step) if step else "0%", text, f"{duration(time / 1e9)} a step"))

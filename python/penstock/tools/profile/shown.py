@@ -24,6 +24,7 @@ __all__ = [
     "communication",
     "division",
     "drop",
+    "examples",
     "fallen",
     "instruction",
     "left_out",
@@ -63,6 +64,8 @@ def print_details(
 ) -> None:
     """What stands below the first screen, which has told ``next_step`` already."""
     if any(each.steps for each in breakdown.shares):
+        if rate := examples(breakdown):
+            console.print(f"Examples a second, of all ranks: {rate}.\n")
         console.print(division(breakdown).for_terminal())
         if without := left_out(breakdown):
             console.print(f"{without}\n")
@@ -260,6 +263,12 @@ def _for_whom(shares: Sequence[Share]) -> str:
         return ""
     most = max(waited, key=waited.__getitem__)
     return f", mostly for rank {most}" if waited[most] > 0.5 * whole else ""
+
+
+def examples(breakdown: Breakdown) -> str:
+    """How many a second all ranks take; nothing where that is unknown."""
+    rate = breakdown.examples_per_s
+    return "" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 # Tables
