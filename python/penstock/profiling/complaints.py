@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.numbers import plural
 from penstock.profiling.record import Record
 
 __all__ = ["complaints"]
@@ -60,7 +61,7 @@ def _beside_each_other(ranks: Sequence[Record]) -> list[str]:
     if short:
         least = min(short, key=lambda rank: (short[rank], rank))
         said.append(
-            f"{len(short)} ranks recorded fewer steps than the {most} of others (rank {least} {short[least]}): each "
+            f"{plural(len(short), 'rank')} recorded fewer steps than the {most} of others (rank {least} {short[least]}): each "
             "one's means are over its own"
         )
     if len(numbers) > 1 and not set.intersection(*numbers.values()):
