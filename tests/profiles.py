@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import pathlib
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,8 +12,23 @@ from dataclasses import replace
 import pytest
 
 from penstock.profiling.breakdown import PHASES, Breakdown, Moving
+from penstock.profiling.divide import divide
 from penstock.profiling.intervals import union
-from penstock.profiling.record import Ended, Endings, Header, Operation, Ran, Record, Sample, Span, Step, Wait, Watch
+from penstock.profiling.record import (
+    Ended,
+    Endings,
+    Event,
+    Header,
+    Operation,
+    Ran,
+    Record,
+    Sample,
+    Span,
+    Step,
+    Wait,
+    Watch,
+)
+from penstock.tools.profile import cli, run
 
 
 def header(rank: int, world: int, host: str = "a", start_ns: int = 0, wall_ns: int = 0) -> Header:
@@ -148,7 +164,7 @@ def data_parallel(
                 )
                 records[rank].samples.append(Sample(number, busy, operations))
             now[rank] = done
-    return records
+    return [_ended(record) for record in records]
 
 
 def pipeline(stages: int, ranks: int, steps: int, draw: random.Random, micro_batches: int = 3) -> list[Record]:
@@ -194,7 +210,18 @@ def pipeline(stages: int, ranks: int, steps: int, draw: random.Random, micro_bat
             busy = tuple((one.start_ns, one.end_ns) for one in spans)
             records[rank].samples.append(Sample(number, busy, tuple(operations)))
             now[rank] = span.end_ns
-    return records
+    return [_ended(record) for record in records]
+
+
+def said(folder: pathlib.Path) -> str:
+    """What the command says of the run that it recorded there: once, since that takes the recorder's marks away."""
+    records = cli._load(folder)
+    return "\n".join([*run.complaints(folder, records), *(divide(records).problems if records else ())])
+
+
+def _ended(record: Record) -> Record:
+    """As a rank leaves it that was not killed."""
+    return replace(record, events=[Event(max((step.end_ns for step in record.steps), default=0), "end")])
 
 
 def uneven(seed: int, world: int = 2, steps: int = 40, buckets: int = 0) -> list[Record]:

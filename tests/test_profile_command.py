@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
+import html
 import json
 import os
 import pathlib
@@ -19,11 +21,11 @@ import click.testing
 import pytest
 
 import forked
+import profiles
 from penstock.cli import main
-from penstock.profiling import measures, record
+from penstock.profiling import measures, readers, record
 from penstock.profiling.divide import divide
-from penstock.profiling.readers import load
-from penstock.profiling.record import Event, Header, Record, Step
+from penstock.profiling.record import Event
 from penstock.tools.profile import run
 from penstock.tools.testbed import LinkSpec, Testbed
 
@@ -69,18 +71,76 @@ def test_what_cannot_run_is_refused_first(
     assert not (tmp_path / "started").exists()
 
 
+@pytest.fixture
+def unlucky(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Records of a run in which rank 0 raised, rank 1 was killed and computes on a GPU, rank 2 left none, and samples are few and
+    lack something."""
+    first, second, _ = profiles.data_parallel(3, sampled=(4,))
+    first.events.insert(0, Event(5, "exception", "ValueError: planted"))
+    first.events.insert(0, Event(4, "left out", "some steps are left out"))
+    first.samples[0] = dataclasses.replace(first.samples[0], dropped=7)
+    second.events.clear()
+    second.samples[0] = dataclasses.replace(second.samples[0], device=second.steps[4])
+    folder = tmp_path / "unlucky"
+    folder.mkdir()
+    for one in (first, second):
+        lines = [one.header, *one.steps, *one.samples, *one.events]
+        (folder / f"rank-{one.header.rank}.jsonl").write_text("".join(map(record.line, lines)))
+    return folder
+
+
+WENT_WRONG = (
+    "rank 0 ended with an exception: ValueError: planted",
+    "the record of rank 1 ends early",
+    "2 of 3 ranks have a record (rank 2 has none)",
+    "rank 0: some steps are left out",
+    "samples of rank 0 lack 7 operations",
+    "rank 1 computes on a GPU",
+    "of only 1 of 10 steps of rank 0 all operations are known (torch's profiler sampled 1)",
+)
+
+
+def test_what_went_wrong_is_told_once_and_kept(tmp_path: pathlib.Path, unlucky: pathlib.Path) -> None:
+    """After the run, with how the command ended; and by --read, each once: on standard error, on the page and in the JSON."""
+    tells = ["--html", "page.html", "--json", "table.json"]
+    copies = ["-o", "run", *tells, "--", "sh", "-c", f"cp {unlucky}/* $PENSTOCK_PROFILE && kill -9 $$"]
+    for arguments, code in ((copies, 137), (["--read", str(unlucky), *tells], 0), (["--read", "run", *tells], 0)):
+        done = profile(tmp_path, *arguments)
+        assert done.returncode == code, done.stderr
+        said = [line for line in done.stderr.splitlines() if line.startswith(run.SAYS)]
+        page = html.unescape((tmp_path / "page.html").read_text()).replace("\xa0", " ")
+        problems = json.loads((tmp_path / "table.json").read_text())["problems"]
+        ended = ["the command ended with exit code 137, which is 128 + SIGKILL"] if code else []
+        for text in [*ended, *WENT_WRONG]:
+            assert sum(text in line for line in said) == sum(text in line for line in problems) == 1, (text, said)
+            assert page.count(text) == 1, text
+        assert len(said) == len(set(said)) == len(problems)
+        assert sum("has none" in line or "no record" in line for line in said) == 1
+        assert bool(ended) == any("exit code" in line for line in said)
+
+
 def test_complaints_of_records(tmp_path: pathlib.Path) -> None:
-    """A rank whose file is missing, and too few samples, are told. Only the recorder's own marks are taken out of the folder."""
+    """Why there are none, is told. Only the recorder's own marks are taken out of the folder."""
     run._marks(tmp_path).mkdir(parents=True)
     (run._marks(tmp_path) / "torch").touch()
     for name in (".keep", ".profile-mine"):
         (tmp_path / name).touch()
-    header = Header(0, 3, "here", 1, 0, 0)
-    steps = [Step(number, number, number + 1) for number in range(9)]
-    [missing, few] = run.complaints(tmp_path, [Record(header, steps, events=[Event(9, "end")])])
-    assert "there is no record of rank 1, 2" in missing
-    assert "only 0 steps were sampled" in few
+    [nothing] = run.complaints(tmp_path, [])
+    assert "no Python process of the command looked into PYTHONPATH" in nothing
     assert sorted(path.name for path in tmp_path.iterdir()) == [".keep", ".profile-mine"]
+
+
+def test_the_help_says_what_can_be_read() -> None:
+    """Every kind of file that `readers.load` takes."""
+    told = " ".join(click.testing.CliRunner().invoke(main, ["profile", "--help"]).output.split())
+    for kind in (
+        "a folder of records",
+        "a trace of torch.profiler",
+        "a log of Megatron-LM",
+        "NCCL's inspector (JSONL)",
+    ):
+        assert kind in told
+    assert len(readers.NAMES) == 4
 
 
 def test_commands_that_begin_together_have_folders(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +178,7 @@ def test_each_host_has_a_command_and_all_share_a_folder(tmp_path: pathlib.Path) 
         codes = [command.wait(120) for command in commands]
     said = [(tmp_path / f"out-{host}").read_text() for host in range(2)]
     assert codes == [0, 0], said
-    records = load(folder)
+    records = readers.load(folder)
     assert isinstance(records, list)
     hosts = {each.header.rank: each.header.host for each in records if each.steps}
     assert sorted(hosts) == [0, 1] and len(set(hosts.values())) == 2
@@ -168,6 +228,9 @@ def test_a_script_and_its_record(tmp_path: pathlib.Path) -> None:
     used = {(each["what"], each["line"]) for each in json.loads((tmp_path / "table.json").read_text())["utilisation"]}
     assert ("processor time", "rank 0") in used
     assert "\nprocessor time,processors,rank 0," in (tmp_path / "table-utilisation.csv").read_text()
+    steps = (tmp_path / "table-steps.csv").read_text().splitlines()
+    assert steps[0].startswith("rank,step,counted,") and len(steps) == 21
+    assert "<h2>Every step</h2>" in (tmp_path / "report.html").read_text()
     assert profile(tmp_path, "--read", "penstock-profile-1", "--csv", os.devnull).returncode == 0
     assert not pathlib.Path(f"{os.devnull}-utilisation.csv").exists()
     assert json.loads((tmp_path / "traces" / "rank-0.json").read_text())["distributedInfo"]["rank"] == 0

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from penstock.profiling import divide as module
 from penstock.profiling import turns
 from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, SYNC, Moving, Share
-from penstock.profiling.divide import divide
+from penstock.profiling.divide import divide, each_step
 from penstock.profiling.intervals import innermost, overlaps, union, without
 from penstock.profiling.phases import marked_waits, phases
 from penstock.profiling.record import Operation, Record, Sample, Span, Step, Wait
-from profiles import data_parallel, header, shifted, wild
+from profiles import data_parallel, header, parts, shifted, wild
 
 MS = 1_000_000
 
@@ -860,6 +860,11 @@ def test_work_and_exposed_are_the_step_whatever_was_recorded(seed: int, is_held_
     breakdown = divide(records)
     random.Random(seed).shuffle(records)
     assert divide(records) == breakdown
+    for one in each_step(records):
+        assert sum(one.work.values()) + one.exposed_ns == pytest.approx(one.step_ns)
+        assert all(value >= 0 for value in one.work.values())
+        if one.moving is not None:
+            assert one.moving.exposed_ns == pytest.approx(one.exposed_ns) and min(parts(one.moving)) >= 0
     for share in breakdown.shares:
         assert sums_up(share)
         assert all(value >= 0 for value in share.work.values())
@@ -1049,6 +1054,8 @@ def test_no_record_that_can_be_read_makes_it_fail(seed: int) -> None:
     hosts. Nothing is raised, and the sum holds."""
     for share in divide(wild(seed)).shares:
         assert sums_up(share)
+    for one in each_step(wild(seed)):
+        assert sum(one.work.values()) + one.exposed_ns == pytest.approx(one.step_ns)
 
 
 def test_two_jobs_in_one_folder_are_told() -> None:

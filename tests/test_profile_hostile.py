@@ -22,12 +22,12 @@ import profiled
 from penstock.errors import Config
 from penstock.profiling import record
 from penstock.profiling.breakdown import Breakdown
+from penstock.profiling.divide import divide
 from penstock.profiling.readers import load
 from penstock.profiling.readers.source import Text
 from penstock.profiling.record import Record
 from penstock.tools.profile import command as profile_command
 from penstock.tools.profile import report
-from penstock.tools.profile.run import complaints
 from profiled import LOG, NEWER, check_sums, loaded, written
 
 
@@ -99,7 +99,7 @@ def test_texts_of_a_record_are_harmless(tmp_path: pathlib.Path, text: str) -> No
         told.output,
         *((tmp_path / name).read_text() for name in names),
         read.events[0].text,
-        *complaints(tmp_path, [read]),
+        *divide([read]).problems,
     ]
     assert not any(text in each or json.dumps(text)[1:-1] in each for each in made)
     assert read.events[0].text.startswith("one\n") and read.events[0].text.endswith("two")
@@ -264,6 +264,7 @@ def limited(program: str, *arguments: str) -> str:
 READ = """
 import sys, pathlib
 from penstock.errors import Config
+from penstock.profiling.divide import divide
 from penstock.profiling.readers import load
 try:
     found = load(pathlib.Path(sys.argv[1]))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import forked
+import profiles
 from penstock.profiling.record import Event, Header, Record, Step, read
 from penstock.tools.profile import run
 from penstock.tools.profile.recorder import recording as recordings
@@ -43,7 +44,7 @@ def odd(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, forks: None) ->
         launcher = [*forked.TORCHRUN, f"--nproc-per-node={ranks}"] if ranks else [sys.executable]
         assert run.run([*launcher, str(script)], folder) == code
         records = [read(path) for path in sorted(folder.glob("rank-*.jsonl"))]
-        return records, "\n".join(run.complaints(folder, records))
+        return records, profiles.said(folder)
 
     return odd
 

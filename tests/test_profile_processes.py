@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import forked
+import profiles
 import small_disk
 from penstock.profiling.phases import phases
 from penstock.profiling.record import Record, Sample, Step, read
@@ -62,7 +63,7 @@ class Ran:
             self.code = run.run([sys.executable, str(script)], self.folder, stdout=file.fileno())
         self.output = output.read_text()
         self.records = [read(path) for path in sorted(self.folder.glob("rank-*.jsonl"))]
-        self.said = "\n".join(run.complaints(self.folder, self.records))
+        self.said = profiles.said(self.folder)
 
     @property
     def record(self) -> Record:

@@ -9,6 +9,7 @@ import pathlib
 import random
 import re
 import xml.etree.ElementTree
+from collections.abc import Sequence
 
 import pytest
 from rich.console import Console
@@ -19,13 +20,15 @@ from penstock.profiling import causes, utilisation, writers
 from penstock.profiling.advice import Advice
 from penstock.profiling.breakdown import PHASES, PURPOSES, Breakdown, Moving, Share
 from penstock.profiling.cause import Cause
+from penstock.profiling.divide import divide
 from penstock.profiling.predict import Prediction
 from penstock.profiling.readers import load
-from penstock.profiling.record import Operation, Readings, Record, Wait
+from penstock.profiling.record import Header, Operation, Readings, Record, Span, Step, Wait
 from penstock.reports import Axis, Bars, Lines, Panel, Picture, Row, Stretch, Table, Timeline, render, timeline
 from penstock.reports.terminal import print_first_screen
 from penstock.tools.profile import report, steps
 from penstock.tools.profile.shown import answer, communication, division, left_out, unit, waited_for
+from profiles import data_parallel
 
 MS = profiled.MS
 
@@ -207,6 +210,89 @@ def test_a_timeline_shows_what_was_planted() -> None:
     ) == pytest.approx(3)
 
 
+def of_lengths(lengths_ms: Sequence[float], rank: int = 0, world: int = 1) -> Record:
+    record, now = Record(Header(rank, world, "a", 100 + rank, 0, 0)), 0
+    for number, length in enumerate(lengths_ms):
+        record.steps.append(Step(number, now, now + round(length * MS), (Span("forward", now, now + MS),)))
+        now += round(length * MS)
+    return record
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 7])
+@pytest.mark.parametrize("count", [2_000, 2_003, 100])
+def test_a_slower_end_and_pauses_are_seen(ranks: int, count: int) -> None:
+    """A step takes 10 ms, from the middle on 20, and each 50th step 60 more: the picture has each pause at its step and both
+    levels, in 1,000 points at most; what connecting took in the first two steps is not in it."""
+    half = count // 2
+    planted = [10.0 + 10 * (number >= half) + 60 * (number % 50 == 49) for number in range(count)]
+    planted[0] = 5_000.0
+    records = [of_lengths([ms + 0.01 * rank for ms in planted], rank, ranks) for rank in range(ranks)]
+    picture = steps.lengths(records)
+    assert picture is not None
+    [panel] = panels_of(picture)
+    assert len(panel.curves) == min(ranks, 5) and sum(len(curve.x) for curve in panel.curves) <= 1000
+    for curve in panel.curves:
+        rank = int(curve.label.removeprefix("rank "))
+        drawn = dict(zip(curve.x, curve.y, strict=True))
+        assert list(curve.x) == sorted(drawn) and curve.x[0] >= 2
+        assert all(ms == pytest.approx(planted[int(number)] + 0.01 * rank) for number, ms in drawn.items())
+        assert {number for number in range(2, count) if number % 50 == 49} <= set(curve.x)
+        assert {10, 20} <= {round(ms) for ms in drawn.values()}
+    assert f"of rank {ranks - 1}, 80" in picture.see and "in the first 10" in picture.see, picture.see
+    assert ("the shortest and the longest are shown" in picture.how) == (count * min(ranks, 5) > 1_000)
+    assert ("Of 7 ranks those 5" in picture.how) == (ranks == 7)
+
+
+def test_lengths_are_without_what_the_profiler_takes() -> None:
+    """Also on the ranks that wait for the one that it holds up; sampled steps are left out, unless there are no others."""
+    held_up = {(0, number): 30 * MS for number in (5, 8)}
+    records = data_parallel(2, 30, sampled=(6,), profiler_ns=held_up)
+    for record in records:  # it makes a sampled step longer
+        sampled = record.steps[6]
+        record.steps[6] = sampled._replace(end_ns=sampled.end_ns + 50 * MS)
+    picture = steps.lengths(records)
+    assert picture is not None
+    for curve in panels_of(picture)[0].curves:
+        assert list(curve.x) == [number for number in range(2, 30) if number != 6]
+        assert list(curve.y) == pytest.approx([curve.y[0]] * 27)
+    assert "Sampled steps" in picture.how
+    assert steps.lengths([of_lengths([1, 2, 3])]) is None
+    alone = steps.lengths(data_parallel(1, 6, sampled=range(6)))
+    assert alone is not None and len(panels_of(alone)[0].curves[0].x) == 4 and "Sampled" not in alone.how
+
+
+def test_examples_a_second_are_of_all_ranks(tmp_path: pathlib.Path) -> None:
+    """By the mean step without the profiler's time, and of what is trained on: in one step of four an evaluation loads 500 more.
+    Unknown where a rank has no loader, or where ranks may have the same batch."""
+    held_up = {(rank, number): 30 * MS for rank in range(2) for number in (5, 8)}
+    evaluated = {(rank, number): 10 * MS for rank in range(2) for number in range(3, 30, 4)}
+    records = data_parallel(2, 30, sampled=(6,), profiler_ns=held_up, evaluation_ns=evaluated)
+    for record in records:
+        record.steps[:] = [
+            step._replace(
+                examples=32 + 500 * ((0, step.number) in evaluated),
+                spans=tuple(span for span in step.spans if span.phase != "evaluation" or span.end_ns > span.start_ns),
+            )
+            for step in record.steps
+        ]
+    found = divide(records)
+    mean_ns = found.shares[0].unprofiled_ns
+    assert [share.examples for share in found.shares] == [32, 32] and found.shares[0].work["profiler"] > MS
+    assert found.examples_per_s == pytest.approx(2 * 32 / (mean_ns / 1e9))
+    rate = f"{found.examples_per_s:.0f}"
+    assert f"\nExamples a second, of all ranks: {rate}.\n" in report.text(found, records)
+    assert (rate, "examples a second", "of all ranks") in report.page(found, records).cards
+    writers.json(found, tmp_path / "b.json")
+    assert json.loads((tmp_path / "b.json").read_text())["examples_per_s"] == found.examples_per_s
+    assert writers.from_json(tmp_path / "b.json") == found
+    in_groups = dataclasses.replace(found.shares[0], communication={"tensor": Moving(operations=1)})
+    no_loader = dataclasses.replace(found.shares[0], examples=0)
+    for other in (in_groups, no_loader):
+        unknown = dataclasses.replace(found, shares=(other, found.shares[1]))
+        assert unknown.examples_per_s is None and "Examples" not in report.text(unknown, records)
+    assert Breakdown(()).examples_per_s is None
+
+
 def test_rates_are_differences_of_counters() -> None:
     """By host once, whatever ranks have the readings; a counter that starts anew is no negative rate; what never moves is left
     out, as what connections carry, and few points stand for many."""
@@ -232,13 +318,21 @@ def test_rates_are_differences_of_counters() -> None:
 
 
 def test_the_page_says_why_traffic_falls() -> None:
-    """A rank writes a checkpoint for two seconds: the page names it below the picture of the interfaces, and no fall without."""
+    """A rank writes a checkpoint for two seconds: the page names it below the picture of the interfaces, the terminal in a line,
+    and no fall without."""
     for pauses in ({}, {30: (1, "checkpoint", 2.0)}):
         job = planted_records.Job(1, random.Random(1), steps=60, gradient_bytes=8e6)
         job.pauses = pauses
         records, found = planted_records.played(job)
-        blocks = report.carried(found, records)
+        fallen = utilisation.drops(records, found)
+        blocks = report.carried(found, records, fallen)
+        told = " ".join(report.text(found, records, fallen=fallen).split())
+        assert ("2 times, explained by checkpoint. The largest: eth0 of h" in told) == bool(pauses), told
         if pauses:
+            assert report.text(found, records, fallen=fallen[:1]).count("once: eth0 of h0 for 1.9") == 1
+            assert report.shown.drop(dataclasses.replace(fallen[0], ways=("rx",))).startswith(
+                "eth0 of h0 (received) for"
+            )
             falls = blocks[-1]
             assert isinstance(falls, list) and all(fall.endswith("checkpoint of rank 1") for fall in falls), falls
             assert [fall.split(" for ")[0] for fall in falls] == ["eth0 of h0", "eth0 of h1"]
@@ -308,7 +402,7 @@ def test_without_readings_or_samples_the_page_says_how_to_get_them() -> None:
     headings = [section.title for section in report.page(profiled.breakdown(2, 0), []).sections]
     assert headings == ["Where a step goes", "Communication", "How this was measured", "Problems"]
     assert "every 100\u00a0ms" in text and "There is no sample of a step" in text
-    assert [*pictures(profiled.breakdown(2, 0), bare)] == ["step"]
+    assert [*pictures(profiled.breakdown(2, 0), bare)] == ["step", "steps"]
 
 
 @pytest.mark.parametrize(

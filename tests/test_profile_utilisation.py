@@ -108,7 +108,7 @@ def test_a_pause_is_a_drop_with_its_cause(phase: str, cause: str, seed: int, is_
     assert len(found) == job.ranks, f"seed {seed}"
     for drop in found:
         assert (drop.cause, drop.rank) == (cause, rank), f"seed {seed}: {drop}"
-        assert drop.share < 0.5 and drop.name == "nic.eth0.tx_bytes"
+        assert drop.share < 0.5 and (drop.interface, drop.ways) == ("eth0", ("rx", "tx"))
         assert abs(drop.interval[0] - paused.start_ns) < 0.7 * SECOND
         assert abs(drop.interval[1] - paused.end_ns) < 0.7 * SECOND
     job.pauses = {1: (rank, phase, 2.0)}
@@ -128,6 +128,26 @@ def test_steps_that_are_alike_have_no_drops() -> None:
         job = planted_records.Job(seed, random.Random(seed), compute_s=0.4, steps=40, gradient_bytes=8e6)
         assert utilisation.drops(*planted_records.played(job)) == [], f"seed {seed}"
     assert utilisation.drops([], Breakdown(())) == []
+
+
+def test_a_direction_alone_may_fall() -> None:
+    """What is received does, and sending goes on, or the other way round; not one that carries acknowledgements alone."""
+    for falls, other, rate in (("rx", "tx", 90.0), ("tx", "rx", 90.0), ("rx", "tx", 3000.0)):
+        host = Record(Header(0, 1, "a", 1, 0, 0, {"counters": True}))
+        totals = {f"nic.eth0.{way}_bytes": 0.0 for way in (falls, other)}
+        for second in range(60):
+            host.readings.append(Readings(second * SECOND, dict(totals)))
+            totals[f"nic.eth0.{falls}_bytes"] += 20.0 if 30 <= second < 40 else 100.0
+            totals[f"nic.eth0.{other}_bytes"] += rate
+        spans = [(n * SECOND, (n + 1) * SECOND) for n in range(59)]
+        steps = [Step(n, *span, (Span("forward", *span),)) for n, span in enumerate(spans)]
+        found = utilisation.drops([host, Record(Header(0, 1, "a", 2, 0, 0), steps=steps)], Breakdown(()))
+        if rate > 100:
+            assert not found
+            continue
+        [drop] = found
+        assert (drop.interface, drop.ways, drop.interval) == ("eth0", (falls,), (30 * SECOND, 40 * SECOND))
+        assert drop.share == pytest.approx(0.2)
 
 
 def test_retransmissions_explain_a_drop() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv as library
+import dataclasses
 import json as decoder
 import os
 import pathlib
+import random
 import re
 import resource
 import stat
+import statistics
 import tracemalloc
 from collections import defaultdict
 from typing import Any
@@ -19,14 +22,16 @@ from hypothesis import strategies as st
 
 import profiled
 from penstock.errors import Config
-from penstock.profiling.breakdown import Breakdown, Moving, Share
-from penstock.profiling.divide import divide
+from penstock.profiling.breakdown import PHASES, Breakdown, Moving, Share
+from penstock.profiling.divide import divide, each_step
 from penstock.profiling.readers import load
 from penstock.profiling.record import Event, Operation, Readings, Record, Sample, Step
 from penstock.profiling.usage import groups
-from penstock.profiling.writers import csv, from_json, json, kineto, perfetto, usage_csv
-from profiles import data_parallel, header, shifted, wild
+from penstock.profiling.utilisation import Drop
+from penstock.profiling.writers import csv, from_json, json, kineto, perfetto, steps_csv, usage_csv
+from profiles import data_parallel, header, pipeline, shifted, uneven, wild
 from test_profile_divide import a_job
+from test_profile_remembered import told
 
 MS = 1_000_000
 
@@ -273,6 +278,75 @@ def test_rows_that_are_exposed_sum_to_the_step(tmp_path: pathlib.Path) -> None:
     assert not any("e+" in value for row in rows for value in row.values())
 
 
+PARTS = ("exposed_wire_ns", "exposed_wait_ns", "hidden_wire_ns", "hidden_wait_ns")
+
+
+def planted(job: str, seed: int) -> list[Record]:
+    if job == "pipeline":
+        return pipeline(3, 3, 20, random.Random(seed))
+    records = uneven(seed, 3)
+    if job == "of an engine":
+        return told(records)
+    if job == "few samples":
+        return [dataclasses.replace(record, samples=record.samples[4::9]) for record in records]
+    # A partner is missing: what was wire is told in the proportion of what else is known.
+    return [dataclasses.replace(records[0], samples=records[0].samples[:20]), *records[1:]]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("job", ["of an engine", "few samples", "pipeline", "without partners"])
+def test_each_step_has_a_row(job: str, seed: int, tmp_path: pathlib.Path) -> None:
+    """Its parts sum to it, and where the operations of all are known the mean of those that count is the table's."""
+    records = planted(job, seed)
+    table = divide(records)
+    steps_csv(each_step(records), tmp_path / "s.csv")
+    with (tmp_path / "s.csv").open(newline="") as file:
+        rows = [
+            {name: float(value) if value else None for name, value in row.items()} for row in library.DictReader(file)
+        ]
+    names = [f"{phase.replace(' ', '_')}_ns" for phase in PHASES]
+    for record, share in zip(records, table.shares, strict=True):
+        own = [row for row in rows if row["rank"] == share.rank]
+        assert [(row["step"], row["start_ns"], row["step_ns"]) for row in own] == [
+            (step.number, step.start_ns, step.end_ns - step.start_ns) for step in record.steps
+        ]
+        assert [row["counted"] for row in own] == [0, 0, *[1] * share.steps]
+        assert sum(row["sampled"] for row in own[2:]) == share.sampled
+        assert sum(row[PARTS[0]] is not None for row in own[2:]) == share.known
+        for row in own:
+            assert sum(row[name] for name in (*names, "exposed_ns")) == pytest.approx(row["step_ns"], rel=0.01)
+            known = [row[name] is not None for name in PARTS]
+            assert all(known) or not any(known)
+            if all(known):
+                assert row[PARTS[0]] + row[PARTS[1]] == pytest.approx(row["exposed_ns"], abs=2)
+            else:
+                step = record.steps[int(row["step"])]
+                assert row["exposed_ns"] == sum(wait.end_ns - wait.start_ns for wait in step.waits)
+        if job == "without partners" and share.rank == 0:
+            assert 0 < share.known < share.steps
+        if share.known < share.steps:
+            continue
+        for phase, name in zip(PHASES, names, strict=True):
+            mean = statistics.fmean(row[name] for row in own[2:])
+            assert mean == pytest.approx(share.work.get(phase, 0.0), rel=1e-6, abs=1), phase
+        for name in PARTS:
+            mean = statistics.fmean(row[name] for row in own[2:])
+            whole = sum(getattr(moving, name) for moving in share.communication.values())
+            assert mean == pytest.approx(whole, rel=1e-6, abs=1), name
+    assert (job == "few samples") == all(share.known < share.steps for share in table.shares)
+
+
+def test_steps_are_on_the_first_hosts_clock(tmp_path: pathlib.Path) -> None:
+    """As utilisation is. In each step both ranks of the job begin together."""
+    first, second = data_parallel(2, 12, range(12), hosts=["a", "b"])
+    steps_csv(each_step([first, shifted(second, 12_345 * MS)]), tmp_path / "s.csv")
+    with (tmp_path / "s.csv").open(newline="") as file:
+        rows = list(library.DictReader(file))
+    begun = [[int(row["start_ns"]) for row in rows if row["rank"] == rank] for rank in "01"]
+    assert begun[0] == [step.start_ns for step in first.steps]
+    assert begun[1] == pytest.approx(begun[0], abs=10 * MS)
+
+
 def test_what_only_other_tools_files_have_is_in_the_tables(tmp_path: pathlib.Path) -> None:
     """Names of collectives as purposes, phases of their own, and what a reader says of the numbers."""
     share = Share(
@@ -326,7 +400,23 @@ def test_what_was_used_is_in_both_tables(tmp_path: pathlib.Path) -> None:
     assert [[int(row["start_ns"]), int(row["end_ns"]), float(row["value"])] for row in own] == sent["points"]
     assert {row["counter"] for row in own} == {sent["counter"]} and {row["unit"] for row in own} == {"bytes/s"}
     json(breakdown, tmp_path / "b.json")
-    assert decoder.loads((tmp_path / "b.json").read_text())["utilisation"] == []
+    content = decoder.loads((tmp_path / "b.json").read_text())
+    assert content["utilisation"] == content["drops"] == []
+    fallen = [Drop("a", "eth0", (5, 9), 0.25, "checkpoint", 1, ("rx",)), Drop("b", "eth1", (6, 9), 0.5, "")]
+    json(breakdown, tmp_path / "b.json", drops=fallen)
+    first, second = decoder.loads((tmp_path / "b.json").read_text())["drops"]
+    assert first == {
+        "host": "a",
+        "interface": "eth0",
+        "ways": ["rx"],
+        "start_ns": 5,
+        "end_ns": 9,
+        "share": 0.25,
+        "cause": "checkpoint",
+        "rank": 1,
+    }
+    assert (second["ways"], second["cause"], second["rank"]) == (["rx", "tx"], None, None)
+    assert from_json(tmp_path / "b.json") == breakdown
 
 
 SIZES = st.floats(0, 1e15)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["EMBEDDING", "MEASURING", "OTHER", "PHASES", "PURPOSES", "SYNC", "Breakdown", "Moving", "Share"]
+__all__ = ["EMBEDDING", "MEASURING", "OTHER", "PHASES", "PURPOSES", "SYNC", "Breakdown", "Moving", "OneStep", "Share"]
 
 OTHER = "other"
 MEASURING = "profiler"
@@ -73,12 +73,17 @@ class Share:
     steps: int
     """Over which the mean is; the first of a run are left out (`divide.py`)."""
     sampled: int
-    """Of which torch's profiler saw; wire is told from wait in these alone."""
+    """Of which torch's profiler saw."""
     step_ns: float
     work: Mapping[str, float]
     """By phase, in ns per step."""
     communication: Mapping[str, Moving]
     """By purpose."""
+    known: int = 0
+    """Steps whose operations are all known: sampled, or told by Penstock's engine or by watches of gloo. What wire, wait and
+    hidden communication were in the others is estimated from these (`between.py`)."""
+    examples: float = 0.0
+    """That the rank's loader gave it for a step; 0: unknown."""
 
     @property
     def unprofiled_ns(self) -> float:
@@ -102,6 +107,28 @@ class Share:
 
 
 @dataclass(frozen=True)
+class OneStep:
+    """One step of a rank, in ns. ``sum(work.values()) + exposed_ns = step_ns``."""
+
+    rank: int
+    number: int
+    is_counted: bool
+    """In the means: the first of a run are not."""
+    is_sampled: bool
+    start_ns: int
+    """On the first host's clock."""
+    step_ns: int
+    work: Mapping[str, float]
+    """By phase. Where `moving` is None, what DDP waits for in a backward pass is part of that."""
+    exposed_ns: float
+    """What the training thread stood still for: where `moving` is None, marked waits alone."""
+    moving: Moving | None
+    """For all purposes, without bytes and operations. None: not all operations of the step are known."""
+    examples: int
+    """As `record.Step` has them."""
+
+
+@dataclass(frozen=True)
 class Breakdown:
     """Of a whole job."""
 
@@ -112,3 +139,14 @@ class Breakdown:
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     """What stands behind the numbers, in sentences, where a reader of another tool's file knows it."""
+
+    @property
+    def examples_per_s(self) -> float | None:
+        """Of all ranks, without what measuring costs. None: some rank's are unknown, or ranks may have the same ones, as those of
+        a tensor-parallel group or of a pipeline."""
+        shares = [share for share in self.shares if share.steps]
+        purposes = {purpose for share in shares for purpose in share.communication}
+        has_groups = any(purpose == "tensor" or purpose.startswith("pipeline") for purpose in purposes)
+        if has_groups or not shares or not all(share.examples and share.unprofiled_ns for share in shares):
+            return None
+        return sum(1e9 * share.examples / share.unprofiled_ns for share in shares)

@@ -6,23 +6,24 @@ import bisect
 import heapq
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from penstock.numbers import plural
 from penstock.profiling.between import GAP_NS, Kind, Seen, add, told
-from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Breakdown, Moving, Share
+from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Breakdown, Moving, OneStep, Share
 from penstock.profiling.clocks import WALL_AGREES_NS, Clock, clocks
+from penstock.profiling.complaints import complaints
 from penstock.profiling.intervals import Piece, clipped, overlaps, union, without
 from penstock.profiling.lateness import Beginnings, Key
-from penstock.profiling.matching import by_rank, meetings
+from penstock.profiling.matching import Meeting, by_rank, meetings
 from penstock.profiling.phases import backward_passes, marked_waits, phases, profiler_ns
 from penstock.profiling.record import Record, Sample, Step
 from penstock.profiling.remembered import remembered
 from penstock.profiling.turns import Course, Turns, turns
 
-__all__ = ["GAP_NS", "OUTLIER", "WAKE_NS", "WARM_UP_STEPS", "divide", "flight", "standing"]
+__all__ = ["GAP_NS", "OUTLIER", "WAKE_NS", "WARM_UP_STEPS", "counted", "divide", "each_step", "flight", "standing"]
 
 _K = TypeVar("_K")
 
@@ -36,24 +37,54 @@ def divide(records: Sequence[Record]) -> Breakdown:
     ranks, problems = by_rank(records)
     if not ranks:
         return Breakdown((), {}, ("there are no records: did the command record into this folder?",))
-    met = meetings(ranks)
-    clock_of, said = clocks(ranks, met)
-    judged = turns(ranks, met, clock_of)
-    known = remembered(ranks, met, clock_of)
-    problems += said + _about_ranks(ranks)
+    job = _Job.of(ranks)
+    problems += complaints(ranks) + job.said
     shares = []
-    beginnings = Beginnings(ranks, met, clock_of)
+    beginnings = Beginnings(ranks, job.met, job.clock_of)
     for record in ranks:
-        rank = record.header.rank
-        share = _share(record, judged.courses.get(rank, {}), known.get(rank, {}), beginnings, problems)
+        share = _share(record, job.operations(record), beginnings, problems)
         if share is not None:
             shares.append(share)
-    problems += _about_operations(ranks, judged) + _about_clocks(clock_of, shares)
-    for record in ranks:
-        problems += record.problems
+    problems += _about_samples(shares) + _about_operations(ranks, job.judged) + _about_clocks(job.clock_of, shares)
     return Breakdown(
-        tuple(shares), {host: clock.offset for host, clock in clock_of.items()}, tuple(dict.fromkeys(problems))
+        tuple(shares), {host: clock.offset for host, clock in job.clock_of.items()}, tuple(dict.fromkeys(problems))
     )
+
+
+def each_step(records: Sequence[Record]) -> Iterator[OneStep]:
+    """Every step that was recorded, rank by rank, with what is known of it alone. O(n log n), of which the first takes most."""
+    ranks, _ = by_rank(records)
+    if not ranks:
+        return
+    job = _Job.of(ranks)
+    for record in ranks:
+        operations, clock = job.operations(record), job.clock_of[record.header.host]
+        first = len(operations.every) - len(operations.counted)
+        # As the mean has it, nothing runs on from a step that does not count into one that does.
+        divided = [one for steps in (operations.every[:first], operations.counted) for one in operations.divided(steps)]
+        sums: tuple[dict[Kind, float], dict[Kind, float]] = {}, {}
+        for one in divided[first:]:
+            if one.is_known:
+                add(sums[0], one.exposed)
+                add(sums[1], one.hidden)
+        for at, one in enumerate(divided):
+            moving = None
+            if one.is_known:
+                exposed, hidden = _resolved(one.exposed, *sums), _resolved(one.hidden, *sums[::-1])
+                wire, wait = (_sum(exposed, None, what) for what in ("wire", "wait"))
+                moving = Moving(wire, wait, _sum(hidden, None, "wire"), _sum(hidden, None, "wait"))
+            yield OneStep(
+                record.header.rank,
+                one.step.number,
+                at >= first,
+                one.step.number in operations.samples,
+                clock.on_first(one.step.start_ns),
+                one.step.end_ns - one.step.start_ns,
+                one.work,
+                sum(one.exposed.values()),
+                moving,
+                one.step.examples,
+            )
 
 
 def flight(courses: Iterable[Course], start_ns: int, end_ns: int, *, is_usual: bool = False) -> list[Piece[Kind]]:
@@ -172,99 +203,119 @@ class _Last:
 
 
 @dataclass
+class _Divided:
+    """A step of a rank, in ns."""
+
+    step: Step
+    work: dict[str, float]
+    """By phase: as marked, without marked waits. Where operations are known also without what stood still without a mark."""
+    waited: Mapping[Key, float]
+    """Marked waits."""
+    backward_ns: float
+    """As marked."""
+    forward_ns: float
+    is_known: bool
+    """All its operations are."""
+    kinds: dict[Key, dict[Kind, float]] = field(default_factory=dict)
+    """If so: what marked waits were, and the backward pass while it stood still without a mark."""
+    hidden: dict[Kind, float] = field(default_factory=dict)
+    longer: dict[Key, float] = field(default_factory=dict)
+    """By how much torch's profiler made them longer: it has held up another rank, which counts as the profiler's."""
+    blocking: set[Key] = field(default_factory=set)
+    running_on: int = 0
+    """How long operations went on after the end of the step, if those of the next one are unknown."""
+
+    @property
+    def exposed(self) -> dict[Kind, float]:
+        """What the thread stood still for; what marked waits were for is unknown where operations are."""
+        found: dict[Kind, float] = {}
+        for kinds in self.kinds.values() if self.is_known else ({_MARKED: sum(self.waited.values())},):
+            add(found, kinds)
+        return found
+
+
+@dataclass
 class _Sums:
     """Of one rank over its steps, in ns."""
 
     work: dict[str, float] = field(default_factory=dict)
-    """By phase, in all steps: as marked, without marked waits, and in sampled steps without what stood still without a mark."""
     seen: dict[Key, list[Seen]] = field(default_factory=dict)
     """Backward passes as marked, and marked waits."""
     hidden: dict[Kind, float] = field(default_factory=dict)
     bytes: dict[str, float] = field(default_factory=dict)
     operations: dict[str, float] = field(default_factory=dict)
     running_on: int = 0
-    """How long operations went on after the end of their step."""
 
 
-def _share(
-    record: Record,
-    courses: Mapping[int, list[Course]],
-    known: Mapping[int, list[Course]],
-    beginnings: Beginnings,
-    problems: list[str],
-) -> Share | None:
-    """
-    Args:
-        courses: of sampled operations, by step.
-        known: of all operations, by steps without a sample.
-    """
-    rank = record.header.rank
-    steps = _counted(record, problems)
+@dataclass
+class _Job:
+    """What all ranks tell together."""
+
+    met: list[Meeting]
+    clock_of: Mapping[str, Clock]
+    judged: Turns
+    known: Mapping[int, Mapping[int, list[Course]]]
+    """By rank, then by step without a sample."""
+    said: list[str]
+    """What is wrong with the clocks."""
+
+    @classmethod
+    def of(cls, ranks: Sequence[Record]) -> _Job:
+        met = meetings(ranks)
+        clock_of, said = clocks(ranks, met)
+        return cls(met, clock_of, turns(ranks, met, clock_of), remembered(ranks, met, clock_of), said)
+
+    def operations(self, record: Record) -> _Operations:
+        rank = record.header.rank
+        return _Operations(record, self.judged.courses.get(rank, {}), self.known.get(rank, {}))
+
+
+def _share(record: Record, operations: _Operations, beginnings: Beginnings, problems: list[str]) -> Share | None:
+    rank, steps = record.header.rank, operations.counted
+    problems += _about_steps(record, steps)
     if not steps:
-        problems.append(f"rank {rank} recorded no whole step: it is left out")
         return None
     samples = {sample.step: sample for sample in record.samples}
     sums = _Sums()
-    previous: list[Course] = []
     # Autograd may work in a thread of its own.
     can_stand = not any(sample.device is not None or not sample.busy for sample in samples.values())
-    last = _Last.of([step for step in steps if step.number in samples], samples, courses) if known else None
-    operations = {number: courses.get(number, []) for number in samples}
-    if last is not None:
-        operations = {**known, **operations}
-    for step in steps:
-        sample = samples.get(step.number)
-        timeline, waits = phases(step), marked_waits(step)
-        worked, waited = _by_value(without(timeline, waits)), _by_value(waits)
-        add(sums.work, worked)
-        kinds: dict[Key, dict[Kind, float]] = {}
-        longer: dict[Key, float] = {}
-        blocking: set[Key] = set()
-        own = operations.get(step.number)
-        if own is not None:
-            here = [course for course in previous if course.ended_ns > step.start_ns] + own
-            moving = flight(here, step.start_ns, step.end_ns)
-            if sample is not None:
-                unmarked = standing(step, sample, waits, moving)
-            else:
-                assert last is not None
-                unmarked = last.standing(step, own, waits, moving)
-            kinds, longer = _look(sums, step, unmarked, timeline, waits, here, moving)
-            blocking = _blocking(waits, own)
-            if step.number + 1 not in operations:
-                late = [(one.operation.issued_ns, one.ended_ns, None) for one in here]
-                sums.running_on += sum(b - a for a, b, _ in union(clipped(late, step.end_ns, 1 << 63)))
-            previous = own
-        if sample is not None:
-            for course in courses.get(step.number, []):
+    known = sampled = 0
+    for one in operations.divided(steps):
+        step = one.step
+        known += one.is_known
+        add(sums.work, one.work)
+        add(sums.hidden, one.hidden)
+        sums.running_on += one.running_on
+        if step.number in samples:
+            sampled += 1
+            for course in operations.courses.get(step.number, []):
                 add(sums.bytes, {course.purpose: course.operation.bytes})
                 add(sums.operations, {course.purpose: 1})
-        unused_ns = step.end_ns - step.start_ns - sum(waited.values()) - step.thread_ns - longer.get(None, 0.0)
-        lengths: list[tuple[Key, float]] = [*waited.items()]
-        if "backward" in worked or None in kinds:
-            lengths.append((None, worked.get("backward", 0.0)))
+        waited_ns = sum(one.waited.values())
+        unused_ns = step.end_ns - step.start_ns - waited_ns - step.thread_ns - one.longer.get(None, 0.0)
+        lengths: list[tuple[Key, float]] = [*one.waited.items()]
+        if one.backward_ns or None in one.kinds:
+            lengths.append((None, one.backward_ns))
         for key, ns in lengths:
-            one = Seen(
-                ns=ns - longer.get(key, 0.0),
+            seen = Seen(
+                ns=ns - one.longer.get(key, 0.0),
                 late=beginnings.lateness(rank, step.number, key),
                 unused_ns=unused_ns if can_stand and step.thread_ns else None,
-                forward_ns=worked.get("forward", 0.0),
-                outside_ns=step.end_ns - step.start_ns - ns - sum(waited.values()),
-                kinds=None if own is None else kinds.get(key, {}),
-                is_blocking=key in blocking,
+                forward_ns=one.forward_ns,
+                outside_ns=step.end_ns - step.start_ns - ns - waited_ns,
+                kinds=one.kinds.get(key, {}) if one.is_known else None,
+                is_blocking=key in one.blocking,
             )
-            sums.seen.setdefault(key, []).append(one)
-    counted = [step for step in steps if step.number in operations]
-    sampled = sum(step.number in samples for step in counted)
+            sums.seen.setdefault(key, []).append(seen)
     if sampled == 0:
         problems.append(
             f"rank {rank} has no sampled step after its first {_warm_up(record)}: of its communication only marked waits are "
             "known, and count as wire; what DDP waits for counts as backward, and what is hidden is unknown; let it run for more "
             "steps"
         )
-    elif sums.running_on > 0.01 * sum(step.end_ns - step.start_ns for step in counted):
+    elif sums.running_on > 0.01 * operations.known_ns:
         problems.append(
-            f"operations of rank {rank} run on after their step for {sums.running_on / len(counted) / 1e6:.3f} ms a step, into "
+            f"operations of rank {rank} run on after their step for {sums.running_on / known / 1e6:.3f} ms a step, into "
             "steps whose operations are not known: hidden communication is more than shown"
         )
     dropped = sum(sample.dropped for sample in record.samples)
@@ -272,21 +323,72 @@ def _share(
         problems.append(
             f"samples of rank {rank} lack {dropped} operations that were too many: its communication is more than shown"
         )
-    return _mean(rank, steps, sampled, len(counted), sums)
+    # What is loaded for an evaluation is not trained on.
+    trained = [step.examples for step in steps if not any(span.phase == "evaluation" for span in step.spans)]
+    examples = sum(trained) / max(len(trained), 1)
+    return replace(_mean(rank, steps, sampled, known, sums), examples=examples)
+
+
+class _Operations:
+    """Of a rank: those of its samples, and of other steps as far as all are known."""
+
+    def __init__(self, record: Record, courses: Mapping[int, list[Course]], known: Mapping[int, list[Course]]) -> None:
+        """
+        Args:
+            courses: of sampled operations, by step.
+            known: of all operations, by steps without a sample.
+        """
+        self.courses = courses
+        self.every = _every(record)
+        self.counted = counted(record)
+        self.samples = {sample.step: sample for sample in record.samples}
+        sampled = [step for step in self.counted if step.number in self.samples]
+        self._last = _Last.of(sampled, self.samples, courses) if known else None
+        self._of = {number: courses.get(number, []) for number in self.samples}
+        if self._last is not None:
+            self._of = {**known, **self._of}
+
+    @property
+    def known_ns(self) -> int:
+        """How long all those counted steps take whose operations are known."""
+        return sum(step.end_ns - step.start_ns for step in self.counted if step.number in self._of)
+
+    def divided(self, steps: Sequence[Step]) -> Iterator[_Divided]:
+        """Steps that follow each other, each by its marks and the operations that are known."""
+        previous: list[Course] = []
+        for step in steps:
+            timeline, waits = phases(step), marked_waits(step)
+            worked = _by_value(without(timeline, waits))
+            backward_ns, forward_ns = worked.get("backward", 0.0), worked.get("forward", 0.0)
+            own = self._of.get(step.number)
+            one = _Divided(step, worked, _by_value(waits), backward_ns, forward_ns, own is not None)
+            if own is not None:
+                here = [course for course in previous if course.ended_ns > step.start_ns] + own
+                moving = flight(here, step.start_ns, step.end_ns)
+                if (sample := self.samples.get(step.number)) is not None:
+                    unmarked = standing(step, sample, waits, moving)
+                else:
+                    assert self._last is not None
+                    unmarked = self._last.standing(step, own, waits, moving)
+                _look(one, unmarked, timeline, waits, here, moving)
+                one.blocking = _blocking(waits, own)
+                if step.number + 1 not in self._of:
+                    late = [(each.operation.issued_ns, each.ended_ns, None) for each in here]
+                    one.running_on = sum(b - a for a, b, _ in union(clipped(late, step.end_ns, 1 << 63)))
+                previous = own
+            yield one
 
 
 def _look(
-    sums: _Sums,
-    step: Step,
+    one: _Divided,
     unmarked: list[Piece[None]],
     timeline: list[Piece[str]],
     waits: list[Piece[tuple[str, str]]],
     courses: list[Course],
     moving: list[Piece[Kind]],
-) -> tuple[dict[Key, dict[Kind, float]], dict[Key, float]]:
-    """Add what operations tell of their step. Returns what the backward pass, while it stood still without a mark, and marked
-    waits were; and by how much torch's profiler made them longer: it has held up another rank, which counts as the profiler's."""
-    longer: dict[Key, float] = {}
+) -> None:
+    """Add what operations tell of their step."""
+    step, longer = one.step, one.longer
     since_ns = min((one.operation.issued_ns for one in courses if one.profiler_ns), default=step.end_ns)
     stood = clipped(sorted([(a, b, None) for a, b, _ in waits] + unmarked), since_ns, step.end_ns)
     made = _first(stood, max((one.profiler_ns for one in courses), default=0))
@@ -294,25 +396,23 @@ def _look(
     made = union([*made, *((a, b, None) for a, b, kind, _ in overlaps(moving, stood) if kind[1:] == ("wait", None))])
     if made:
         for start, end, phase, _ in overlaps(timeline, _both(unmarked, made)):
-            add(sums.work, {phase: start - end})
+            add(one.work, {phase: start - end})
             longer[None] = longer.get(None, 0.0) + end - start
         for start, end, marked, _ in overlaps(waits, made):
             longer[marked] = longer.get(marked, 0.0) + end - start
-        add(sums.work, {"profiler": sum(end - start for start, end, _ in made)})
+        add(one.work, {"profiler": sum(end - start for start, end, _ in made)})
         # What is on the wire meanwhile would have been while this rank computed.
-        add(sums.hidden, _by_value((a, b, kind) for a, b, kind, _ in overlaps(moving, made) if kind[1] == "wire"))
+        add(one.hidden, _by_value((a, b, kind) for a, b, kind, _ in overlaps(moving, made) if kind[1] == "wire"))
         moving, unmarked, waits = without(moving, made), without(unmarked, made), without(waits, made)
     for start, end, phase, _ in overlaps(timeline, unmarked):
-        add(sums.work, {phase: start - end})
+        add(one.work, {phase: start - end})
     purpose_of = {(course.operation.name, course.operation.group): course.purpose for course in courses}
-    kinds: dict[Key, dict[Kind, float]] = {}
     for piece, inside in itertools.chain(_grouped(unmarked, moving), _named(waits, moving, courses, made)):
-        add(kinds.setdefault(piece[2], {}), _within(piece, inside, purpose_of))
+        add(one.kinds.setdefault(piece[2], {}), _within(piece, inside, purpose_of))
     still = union([*((a, b, None) for a, b, _ in waits), *unmarked])
     if any(course.profiler_ns for course in courses):
         moving = without(flight(courses, step.start_ns, step.end_ns, is_usual=True), made)
-    add(sums.hidden, _by_value(piece for piece in without(moving, still) if piece[2][1:] != ("wait", None)))
-    return kinds, longer
+    add(one.hidden, _by_value(piece for piece in without(moving, still) if piece[2][1:] != ("wait", None)))
 
 
 def _blocking(waits: Sequence[Piece[tuple[str, str]]], courses: Iterable[Course]) -> set[Key]:
@@ -430,7 +530,7 @@ def _mean(rank: int, steps: list[Step], sampled: int, looked: int, sums: _Sums) 
         if moving != Moving():
             communication[purpose] = moving
     step_ns = sum(step.end_ns - step.start_ns for step in steps) / count
-    return Share(rank, count, sampled, step_ns, work, communication)
+    return Share(rank, count, sampled, step_ns, work, communication, looked)
 
 
 def _resolved(parts: dict[Kind, float], *examples: dict[Kind, float]) -> dict[Kind, float]:
@@ -453,21 +553,24 @@ def _resolved(parts: dict[Kind, float], *examples: dict[Kind, float]) -> dict[Ki
     return found
 
 
-def _counted(record: Record, problems: list[str]) -> list[Step]:
-    """The steps that count: all but the first, in which connections are made and code is compiled."""
-    rank = record.header.rank
-    steps = sorted({step.number: step for step in record.steps}.values(), key=lambda step: step.number)
-    if len(steps) < len(record.steps):
+def _about_steps(record: Record, steps: list[Step]) -> list[str]:
+    """
+    Args:
+        steps: those that count.
+    """
+    rank, warm_up, every = record.header.rank, _warm_up(record), len({step.number for step in record.steps})
+    problems = []
+    if not steps:
+        problems.append(f"rank {rank} recorded no whole step: it is left out")
+    if every < len(record.steps):
         problems.append(f"rank {rank} recorded some steps twice, of which the last counts")
-    warm_up = _warm_up(record)
-    if len(steps) <= warm_up:
-        if steps:
-            problems.append(
-                f"rank {rank} recorded {plural(len(steps), 'step')} only: the last one is shown, and what is done "
-                "once (connecting, compiling) may be in it"
-            )
-        return steps[-1:]
-    steps = steps[warm_up:]
+    if 0 < every <= warm_up:
+        problems.append(
+            f"rank {rank} recorded {plural(every, 'step')} only: the last one is shown, and what is done "
+            f"once (connecting, compiling) may be in it{_NEVER_STEPPED if every == 1 else ''}"
+        )
+    if every <= warm_up:
+        return problems
     lengths = [step.end_ns - step.start_ns - profiler_ns(step, step.end_ns) for step in steps]
     median = statistics.median(lengths)
     long = [length for length in lengths if length > OUTLIER * median]
@@ -477,7 +580,17 @@ def _counted(record: Record, problems: list[str]) -> list[Step]:
             f"{median / 1e6:.3f} ms, {100 * sum(long) / sum(lengths):.1f} % of all time; the longest is step "
             f"{steps[lengths.index(max(long))].number} with {max(long) / 1e6:.3f} ms. The means include them"
         )
-    return steps
+    return problems
+
+
+def counted(record: Record) -> list[Step]:
+    """The steps that means are of: all but the first, in which connections are made and code is compiled."""
+    every = _every(record)
+    return every[_warm_up(record) :] or every[-1:]
+
+
+def _every(record: Record) -> list[Step]:
+    return sorted({step.number: step for step in record.steps}.values(), key=lambda step: step.number)
 
 
 def _warm_up(record: Record) -> int:
@@ -485,37 +598,14 @@ def _warm_up(record: Record) -> int:
     return 0 if "reader" in record.header.about else WARM_UP_STEPS
 
 
-def _about_ranks(ranks: list[Record]) -> list[str]:
-    """What is wrong with the records beside each other."""
-    problems = []
-    world = max(record.header.world for record in ranks)
-    missing = [rank for rank in range(world) if rank not in {record.header.rank for record in ranks}][:9]
-    if missing:
-        problems.append(
-            f"{len(ranks)} of {world} ranks have a record (rank {missing[0]} has none): operations with the "
-            "others are not told apart"
-        )
-    if len({record.header.world for record in ranks}) > 1:
-        problems.append("the records are of jobs of several sizes: are they of one run?")
-    if len({str(record.header.about.get("job", "")) for record in ranks} - {""}) > 1:
-        problems.append(
-            "the records are of several jobs, which wrote into one folder at the same time: ranks do not belong together. "
-            "Give each job an --output of its own"
-        )
-    numbers = {record.header.rank: {step.number for step in record.steps} for record in ranks if record.steps}
-    most = max((len(each) for each in numbers.values()), default=0)
-    short = {rank: len(each) for rank, each in numbers.items() if len(each) < most}
-    if short:
-        least = min(short, key=lambda rank: (short[rank], rank))
-        problems.append(
-            f"{len(short)} ranks recorded fewer steps than the {most} of others (rank {least} {short[least]}): each "
-            "one's means are over its own"
-        )
-    if len(numbers) > 1 and not set.intersection(*numbers.values()):
-        problems.append(
-            "ranks have no step number in common: they do not step alike, or the records are of several runs"
-        )
-    return problems
+def _about_samples(shares: Sequence[Share]) -> list[str]:
+    least = min(shares, key=lambda share: (share.known, share.rank), default=None)
+    if least is None or not 0 < least.known < min(FEW, least.steps):
+        return []
+    return [
+        f"of only {least.known} of {least.steps} steps of rank {least.rank} all operations are known (torch's profiler sampled "
+        f"{least.sampled}): what is wire, wait and hidden in the others is estimated from these. Run for 20 steps or more"
+    ]
 
 
 def _about_operations(ranks: list[Record], judged: Turns) -> list[str]:
@@ -561,8 +651,12 @@ def _by_value(timeline: Iterable[tuple[int, int, _K]]) -> dict[_K, float]:
     return found
 
 
-def _sum(parts: Mapping[Kind, float], purpose: str, what: str) -> float:
-    return sum(part for kind, part in parts.items() if kind[0] == purpose and kind[1] == what)
+def _sum(parts: Mapping[Kind, float], purpose: str | None, what: str) -> float:
+    """
+    Args:
+        purpose: None: of all.
+    """
+    return sum(part for kind, part in parts.items() if purpose in (None, kind[0]) and kind[1] == what)
 
 
 WARM_UP_STEPS = 2
@@ -570,6 +664,10 @@ WARM_UP_STEPS = 2
 
 WAKE_NS = 5_000_000
 """After which a thread that has waited runs again, where processors are few: as long as Python's threads keep the interpreter."""
+
+_MARKED: Kind = (OTHER, "unknown", None)
+
+_NEVER_STEPPED = ". Where no optimizer stepped more than once, all that the script did is one step"
 
 _LAST = 0.1
 """Of the time for which samples stand still: as much may lie elsewhere than after the last operation."""
@@ -579,6 +677,9 @@ _SEVERAL = 3
 
 _OF_STEPS = 0.01
 """Of the time of sampled steps: as much may be pauses between operators, while something moves that nothing waits for."""
+
+FEW = 3
+"""Steps whose operations are known: fewer say little of the others."""
 
 OUTLIER = 5
 """So many times the median is worth a word: a checkpoint, an evaluation, a stall."""

@@ -6,7 +6,7 @@ import bisect
 import itertools
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.profiling.breakdown import Breakdown
@@ -215,10 +215,10 @@ def hosts(records: Iterable[Record]) -> list[Host]:
 
 @dataclass(frozen=True)
 class Drop:
-    """Some time in which an interface carried less than half of what it mostly does."""
+    """Some time in which an interface carried less than half of what it mostly does, in a direction or both."""
 
     host: str
-    name: str
+    interface: str
     interval: Interval
     """On the first host's clock."""
     share: float
@@ -227,6 +227,8 @@ class Drop:
     """``checkpoint``, ``evaluation``, ``loading``, ``retransmission``, ``slow rank``, or nothing that is known."""
     rank: int | None = None
     """Who did that, for the longest."""
+    ways: tuple[str, ...] = ("rx", "tx")
+    """The directions in which it carried less."""
 
 
 def drops(records: Sequence[Record], breakdown: Breakdown) -> list[Drop]:
@@ -244,26 +246,41 @@ def drops(records: Sequence[Record], breakdown: Breakdown) -> list[Drop]:
     for host in hosts(records):
         shift = shifts.get(host.name, 0)
         for interface in host.interfaces():
-            name = f"nic.{interface}.tx_bytes"
-            counted = host.counters.get(name)
-            if counted is None:
+            counters = {
+                way: each for way in WAYS if (each := host.counters.get(f"nic.{interface}.{way}_bytes")) is not None
+            }
+            if not counters:
                 continue
-            first = max(counted.times_ns[0] + shift, *(_on_one_clock(rank, shifts)[0] for rank in ranks))
-            last = min(counted.times_ns[-1] + shift, *(_on_one_clock(rank, shifts)[1] for rank in ranks))
-            period_ns = (counted.times_ns[-1] - counted.times_ns[0]) / (len(counted.times_ns) - 1)
-            width = round(max(2 * step_ns, 2 * period_ns))
+            times = next(iter(counters.values())).times_ns
+            first = max(times[0] + shift, *(_on_one_clock(rank, shifts)[0] for rank in ranks))
+            last = min(times[-1] + shift, *(_on_one_clock(rank, shifts)[1] for rank in ranks))
+            width = round(max(2 * step_ns, 2 * (times[-1] - times[0]) / (len(times) - 1)))
             bins = [(start, start + width) for start in range(first, last - width + 1, width)]
-            carried = [counted.grown(start - shift, end - shift) for start, end in bins]
-            if len(bins) < FEWEST_BINS or (usual := statistics.median(carried)) <= 0:
+            if len(bins) < FEWEST_BINS:
                 continue
-            for is_low, group in itertools.groupby(range(len(bins)), key=lambda at: carried[at] < usual / 2):
-                if is_low:
-                    here = list(group)
-                    interval = (bins[here[0]][0], bins[here[-1]][1])
-                    share = sum(carried[at] for at in here) / (usual * len(here))
-                    cause, rank = _cause(ranks, host, interface, interval, shifts, late)
-                    found.append(Drop(host.name, name, interval, share, cause, rank))
+            carried = {way: [each.grown(a - shift, b - shift) for a, b in bins] for way, each in counters.items()}
+            for here, share, ways in _low(carried):
+                interval = (bins[here[0]][0], bins[here[-1]][1])
+                cause, rank = _cause(ranks, host, interface, interval, shifts, late)
+                found.append(Drop(host.name, interface, interval, share, cause, rank, ways))
     return found
+
+
+def _low(carried: Mapping[str, Sequence[float]]) -> Iterator[tuple[list[int], float, tuple[str, ...]]]:
+    """Runs of bins in which a direction carries less than half of its median: their places, the part of it that it carries, and
+    which directions do. What carries acknowledgements alone, or noise, does not count."""
+    usual = {way: statistics.median(each) for way, each in carried.items()}
+    most = max(usual.values())
+    low = [
+        [way for way in carried if usual[way] > OF_OTHER_WAY * most and carried[way][at] < usual[way] / 2]
+        for at in range(min(map(len, carried.values())))
+    ]
+    for is_low, group in itertools.groupby(range(len(low)), key=lambda at: bool(low[at])):
+        if is_low:
+            here = list(group)
+            pairs = [(way, at) for at in here for way in low[at]]
+            share = sum(carried[way][at] for way, at in pairs) / sum(usual[way] for way, _ in pairs)
+            yield here, share, tuple(way for way in WAYS if any(way in low[at] for at in here))
 
 
 def _cause(
@@ -367,7 +384,10 @@ _GROWS = re.compile(r"(rx|tx|resent|read|written)_bytes$|_packets$|(?<!_per)_s$|
 MEMORY_READ = ".memory_read_bytes"
 """How the names of the counters end that each rank has of its own engine."""
 
+WAYS = ("rx", "tx")
 FEWEST_BINS = 5
+OF_OTHER_WAY = 0.05
+"""Of the bytes of a direction: acknowledgements of TCP take 1 to 3 %."""
 EXPLAINS = 0.3
 """Of a drop's time. A drop is cut at whole bins, so its cause may fill less than all of it."""
 RESENT = 0.01

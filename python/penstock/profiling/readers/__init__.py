@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -110,6 +111,8 @@ def _ours(paths: Sequence[Path]) -> list[Record]:
             )
         else:
             found[each.header.rank] = each
+    for each in found.values():
+        each.problems += _at_once(each, paths[0].parent)
     if not found:
         if len(paths) == 1 and hosts:
             raise Config(f"{paths[0]} holds counters of a host and no rank: give the folder that it lies in")
@@ -131,6 +134,24 @@ def _ours(paths: Sequence[Path]) -> list[Record]:
         if not its:
             ranks[0].problems.append(f"the counters of host {host.header.host} belong to no rank that is there")
     return ranks
+
+
+def _at_once(each: Record, folder: Path) -> list[str]:
+    """Other processes called themselves this rank, too, and had not ended when this one began, as earlier lives of a rank have:
+    their records were moved away."""
+    said = []
+    for path in sorted(folder.glob(f"before-*/rank-{each.header.rank}.jsonl")):
+        with contextlib.suppress(Config):
+            other = record.read(path)
+            last_ns = max(
+                [*(step.end_ns for step in other.steps), *(event.time_ns for event in other.events)], default=0
+            )
+            if other.header.wall_ns + last_ns - other.header.start_ns > each.header.wall_ns + AT_ONCE_NS:
+                said.append(
+                    f"several programs trained as rank {each.header.rank} at the same time, and were no ranks of one job. Shown "
+                    f"is process {each.header.pid}; {path.parent} holds another one (penstock profile --read {path.parent})"
+                )
+    return said
 
 
 def _of_device(each: Record) -> Record:
@@ -175,3 +196,5 @@ NAMES = {
     "megatron": "logs",
 }
 HEAD, MOST_FILES = 1 << 16, 16_384
+AT_ONCE_NS = 1_000_000_000
+"""By which the times of two processes may differ that ran one after the other: wall clocks of hosts do."""

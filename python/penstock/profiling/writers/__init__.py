@@ -3,8 +3,8 @@
 Each writes its file whole or not at all, and raises `penstock.errors.Config` with what to do if it cannot.
 """
 
-from penstock.profiling.writers.tables import csv, from_json, json, usage_csv
+from penstock.profiling.writers.tables import csv, from_json, json, steps_csv, usage_csv
 from penstock.profiling.writers.trace import kineto, perfetto
 from penstock.profiling.writers.whole import whole
 
-__all__ = ["csv", "from_json", "json", "kineto", "perfetto", "usage_csv", "whole"]
+__all__ = ["csv", "from_json", "json", "kineto", "perfetto", "steps_csv", "usage_csv", "whole"]

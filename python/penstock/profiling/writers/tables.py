@@ -12,11 +12,12 @@ from typing import Any
 
 from penstock.errors import Config
 from penstock.profiling.advice import Change
-from penstock.profiling.breakdown import PHASES, PURPOSES, Breakdown, Moving, Share
+from penstock.profiling.breakdown import PHASES, PURPOSES, Breakdown, Moving, OneStep, Share
 from penstock.profiling.usage import Group, Line
+from penstock.profiling.utilisation import Drop
 from penstock.profiling.writers.whole import whole
 
-__all__ = ["csv", "from_json", "json", "usage_csv"]
+__all__ = ["csv", "from_json", "json", "steps_csv", "usage_csv"]
 
 FORMAT = "penstock-breakdown/1"
 
@@ -35,6 +36,22 @@ COLUMNS = (
 )
 """docs/reference/profile.md says what they hold."""
 
+STEP_COLUMNS = (
+    "rank",
+    "step",
+    "counted",
+    "sampled",
+    "start_ns",
+    "step_ns",
+    *(f"{phase.replace(' ', '_')}_ns" for phase in PHASES),
+    "exposed_ns",
+    "exposed_wire_ns",
+    "exposed_wait_ns",
+    "hidden_wire_ns",
+    "hidden_wait_ns",
+    "examples",
+)
+
 USAGE_COLUMNS = ("what", "unit", "line", "host", "counter", "start_ns", "end_ns", "value")
 
 
@@ -52,6 +69,26 @@ def csv(breakdown: Breakdown, path: Path) -> None:
                 writer.writerow((share.rank, share.steps, share.sampled, *row))
 
 
+def steps_csv(steps: Iterable[OneStep], path: Path) -> None:
+    """Write a row for each step of each rank. A step is the sum of its phases and of what is exposed.
+
+    Raises:
+        Config: the file cannot be written.
+    """
+    with whole(path) as file:
+        writer = library.writer(file, lineterminator="\n")
+        writer.writerow(STEP_COLUMNS)
+        for one in steps:
+            head = (one.rank, one.number, int(one.is_counted), int(one.is_sampled), one.start_ns, one.step_ns)
+            phases = (round(one.work.get(phase, 0.0)) for phase in PHASES)
+            told = one.moving
+            moved: Sequence[object] = [""] * 4
+            if told is not None:
+                parts = (told.exposed_wire_ns, told.exposed_wait_ns, told.hidden_wire_ns, told.hidden_wait_ns)
+                moved = [round(part) for part in parts]
+            writer.writerow((*head, *phases, round(one.exposed_ns), *moved, one.examples))
+
+
 def usage_csv(used: Iterable[Group], path: Path) -> None:
     """Write a row for each point of each line.
 
@@ -67,8 +104,15 @@ def usage_csv(used: Iterable[Group], path: Path) -> None:
                 writer.writerows((*head, start, end, _plain(value)) for (start, end), value in line.points)
 
 
-def json(breakdown: Breakdown, path: Path, changes: Sequence[Change] = (), used: Sequence[Group] = ()) -> None:
-    """Write a breakdown so that `from_json` gives the same; beside it the ranked list of changes, and what was used over time.
+def json(
+    breakdown: Breakdown,
+    path: Path,
+    changes: Sequence[Change] = (),
+    used: Sequence[Group] = (),
+    drops: Sequence[Drop] = (),
+) -> None:
+    """Write a breakdown so that `from_json` gives the same; beside it the ranked list of changes, where traffic fell, and what
+    was used over time.
 
     Raises:
         Config: the file cannot be written.
@@ -77,10 +121,12 @@ def json(breakdown: Breakdown, path: Path, changes: Sequence[Change] = (), used:
         "format": FORMAT,
         "unit": "nanoseconds of a mean step",
         "shares": [dataclasses.asdict(share) for share in breakdown.shares],
+        "examples_per_s": breakdown.examples_per_s,
         "offsets_ns": {host: list(offset) for host, offset in breakdown.offsets_ns.items()},
         "problems": list(breakdown.problems),
         "notes": list(breakdown.notes),
         "changes": [_change(each) for each in changes],
+        "drops": [_drop(each) for each in drops],
     }
     with whole(path) as file:
         text = encoder.dumps(content, indent=1, allow_nan=False)
@@ -138,6 +184,12 @@ def _change(one: Change) -> dict[str, object]:
     }
 
 
+def _drop(one: Drop) -> dict[str, object]:
+    start, end = one.interval
+    where = {"host": one.host, "interface": one.interface, "ways": list(one.ways)}
+    return {**where, "start_ns": start, "end_ns": end, "share": one.share, "cause": one.cause or None, "rank": one.rank}
+
+
 def _line(group: Group, line: Line) -> dict[str, Any]:
     points = [[start, end, value] for (start, end), value in line.points]
     names = {"line": line.label, "host": line.host, "counter": line.counter}
@@ -181,6 +233,8 @@ def _share(given: dict[str, Any]) -> Share:
         _number(given["step_ns"]),
         {str(phase): _number(ns) for phase, ns in given["work"].items()},
         {str(purpose): _moving(each) for purpose, each in given["communication"].items()},
+        _count(given.get("known", 0)),
+        _number(given.get("examples", 0)),
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +27,13 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 @click.command("profile", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="Folder of the records.")
-@click.option("--read", "read", type=click.Path(exists=True, path_type=Path), help="Run nothing: what a file tells.")
+@click.option(
+    "--read",
+    "read",
+    type=click.Path(exists=True, path_type=Path),
+    help="Run nothing: tell from a folder of records, a trace of torch.profiler (Kineto) or a folder of one a rank, a log of "
+    "Megatron-LM, or files of NCCL's inspector (JSONL).",
+)
 @click.option("--pipeline-stages", type=click.IntRange(1), help="Of a log of Megatron-LM that does not say.")
 @click.option(
     "--link-mbit",
@@ -44,7 +52,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     type=click.Path(file_okay=False, path_type=Path),
     help="Write a trace a rank into a folder, for HolisticTraceAnalysis.",
 )
-@click.option("--csv", type=_FILE, help="Write the table, and beside it ...-utilisation.csv.")
+@click.option("--csv", type=_FILE, help="Write the table, and beside it ...-steps.csv and ...-utilisation.csv.")
 @click.option("--json", type=_FILE, help="Write the table, the list of changes, and utilisation over time.")
 @click.option("--apply", "applied", is_flag=True, help="Then run it again with the best change, and compare.")
 @click.argument("arguments", nargs=-1, metavar="[--] [SCRIPT.py | COMMAND] [ARGS]...", type=click.UNPROCESSED)
@@ -109,14 +117,15 @@ def command(
         raise click.ClickException(harmless(str(error))) from error
     try:
         records = _load(folder)
-        said = run.complaints(folder, records)
-        advice = _tell(records, wanted, link_mbit) if records else None
-        for text in said:
-            _say(text)
+        said = [*_ended(code), *run.complaints(folder, records)]
+        advice = _tell(records, wanted, link_mbit, said) if records else None
         if records:
             click.echo(f"the records are in {folder} (penstock profile --read {folder})")
-        elif output is None:
-            _remove_empty(folder)
+        else:
+            for text in said:
+                _say(text)
+            if output is None:
+                _remove_empty(folder)
         if again is not None and code == 0 and advice is not None:
             code = _apply(started, again, records, advice, period_ms or run.PERIOD_MS)
         if again is not None:
@@ -133,6 +142,15 @@ def _say(text: str) -> None:
     click.echo(f"{run.SAYS}{harmless(text)}", err=True)
 
 
+def _ended(code: int) -> list[str]:
+    """How the command did, if not well."""
+    try:
+        by = f", which is 128 + {signal.Signals(code - 128).name}"
+    except ValueError:
+        by = ""
+    return [f"the command ended with exit code {code}{by}"] if code else []
+
+
 def _remove_empty(folder: Path) -> None:
     if folder.exists() and not any(folder.iterdir()):
         folder.rmdir()
@@ -146,6 +164,9 @@ def _apply(
     Args:
         again: the folder of the records.
     """
+    from penstock.profiling.divide import divide
+    from penstock.tools.profile.shown import mean_step_ns
+
     best, before_it = advice.to_apply()
     if best is None:
         _say("no change that --apply can make is known to make a step shorter")
@@ -164,9 +185,10 @@ def _apply(
     code = run.run(command, again, best.settings, period_ms=period_ms)
     not_made = run.not_made(again, best.settings)
     found = _load(again)
-    for text in run.complaints(again, found):
+    breakdown = divide(found)
+    for text in [*run.complaints(again, found), *(breakdown.problems if found else ())]:
         _say(text)
-    took, before = _step_ns(found), _step_ns(records)
+    took, before = mean_step_ns(breakdown), mean_step_ns(divide(records))
     if code != 0 or not took:
         _say(f"the command ended with status {code}; the records are in {again}")
         return code
@@ -198,14 +220,6 @@ def _made_by(change: Change) -> str:
     return change.how
 
 
-def _step_ns(records: Sequence[Record]) -> float:
-    """The mean step of all ranks, sampled or not, without what the profiler itself takes."""
-    from penstock.profiling.divide import divide
-
-    shares = divide(records).shares if records else ()
-    return sum(share.unprofiled_ns for share in shares) / len(shares) if shares else 0.0
-
-
 def _is_of_one_machine(records: Sequence[Record]) -> bool:
     """Whether all ranks of the job ran here. Network namespaces of one machine have the same name before the mark."""
     ranks = [record.header for record in records if not record.is_of_host]
@@ -224,30 +238,44 @@ def _load(folder: Path) -> list[Record]:
     return records
 
 
-def _tell(found: Sequence[Record] | Breakdown, wanted: dict[str, Path | None], link_mbit: float | None) -> Advice:
+def _tell(
+    found: Sequence[Record] | Breakdown,
+    wanted: dict[str, Path | None],
+    link_mbit: float | None,
+    said: Sequence[str] = (),
+) -> Advice:
+    """
+    Args:
+        said: what is known of the run that no record holds.
+    """
     from penstock.profiling import writers
     from penstock.profiling.advice import advise
     from penstock.profiling.breakdown import Breakdown
-    from penstock.profiling.divide import divide
+    from penstock.profiling.divide import divide, each_step
     from penstock.profiling.usage import MOST_LINES, groups
-    from penstock.profiling.utilisation import with_links
+    from penstock.profiling.utilisation import drops, with_links
     from penstock.tools.profile.report import page, text
 
     records: list[Record] = [] if isinstance(found, Breakdown) else list(found)
     if link_mbit is not None:
         records = with_links(records, link_mbit * 1e6 / 8)
     breakdown = found if isinstance(found, Breakdown) else divide(records)
+    breakdown = replace(breakdown, problems=(*said, *breakdown.problems))
     advice = advise(records, breakdown)
-    click.echo(text(breakdown, records, advice), nl=False)
+    fallen = drops(records, breakdown)
+    click.echo(text(breakdown, records, advice, fallen), nl=False)
     for problem in breakdown.problems:
         _say(problem)
     used = groups(records, breakdown, MOST_LINES) if wanted["csv"] or wanted["json"] else []
     if wanted["csv"]:
         writers.csv(breakdown, wanted["csv"])
-        if used and wanted["csv"].is_file():  # beside /dev/stdout is no place for a file
-            writers.usage_csv(used, wanted["csv"].with_name(f"{wanted['csv'].stem}-utilisation.csv"))
+        if wanted["csv"].is_file():  # beside /dev/stdout is no place for a file
+            if records:
+                writers.steps_csv(each_step(records), wanted["csv"].with_name(f"{wanted['csv'].stem}-steps.csv"))
+            if used:
+                writers.usage_csv(used, wanted["csv"].with_name(f"{wanted['csv'].stem}-utilisation.csv"))
     if wanted["json"]:
-        writers.json(breakdown, wanted["json"], advice.changes, used)
+        writers.json(breakdown, wanted["json"], advice.changes, used, fallen)
     if (wanted["perfetto"] or wanted["kineto"]) and not records:
         raise click.ClickException("what was read has sums only, and no moments for a trace")
     if wanted["perfetto"]:
@@ -258,5 +286,5 @@ def _tell(found: Sequence[Record] | Breakdown, wanted: dict[str, Path | None], l
         from penstock.reports.page import render
 
         with writers.whole(wanted["html"]) as file:
-            file.write(render(page(breakdown, records, advice)))
+            file.write(render(page(breakdown, records, advice, fallen)))
     return advice

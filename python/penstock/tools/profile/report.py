@@ -39,18 +39,22 @@ from penstock.tools.profile.shown import Unit, still_ns, unit
 __all__ = ["first_screen", "page", "text"]
 
 
-def text(breakdown: Breakdown, records: Sequence[Record], advice: Advice | None = None) -> str:
+def text(
+    breakdown: Breakdown, records: Sequence[Record], advice: Advice | None = None, fallen: Sequence[Drop] = ()
+) -> str:
     """For a terminal of 80 columns: the page's first screen, then the tables."""
     out = io.StringIO()
     # A width of its own, so that what is piped into a file is as what is seen.
     console = Console(file=out, width=WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
     print_first_screen(first_screen(breakdown, records, advice), console)
     console.print()
-    shown.print_details(breakdown, advice, console, _best(advice))
+    shown.print_details(breakdown, advice, console, _best(advice), fallen)
     return "\n".join(line.rstrip() for line in harmless(out.getvalue()).splitlines()) + "\n"
 
 
-def page(breakdown: Breakdown, records: Sequence[Record], advice: Advice | None = None) -> Page:
+def page(
+    breakdown: Breakdown, records: Sequence[Record], advice: Advice | None = None, fallen: Sequence[Drop] = ()
+) -> Page:
     """The report."""
     shares = [each for each in breakdown.shares if each.steps]
     sections = []
@@ -64,7 +68,9 @@ def page(breakdown: Breakdown, records: Sequence[Record], advice: Advice | None 
             told.append(waits)
         sections.append(Section("Communication", told))
         if records:  # a file of sums has no moments at all
-            sections.append(Section("What the interfaces carry", carried(breakdown, records)))
+            if (every := steps.lengths(records)) is not None:
+                sections.append(Section("Every step", [every]))
+            sections.append(Section("What the interfaces carry", carried(breakdown, records, fallen)))
             if used := resources.pictures(breakdown, records):
                 sections.append(Section("Utilisation", used))
             sections.append(Section("One step, moment by moment", moments(breakdown, shares, records)))
@@ -82,7 +88,7 @@ def page(breakdown: Breakdown, records: Sequence[Record], advice: Advice | None 
         sections.append(Section("How this was measured", [remarks]))
     if breakdown.problems and breakdown.shares:
         sections.append(Section("Problems", [list(breakdown.problems)]))
-    return replace(first_screen(breakdown, records, advice), cards=cards(shares), sections=sections)
+    return replace(first_screen(breakdown, records, advice), cards=cards(breakdown, shares), sections=sections)
 
 
 # The first screen
@@ -208,11 +214,13 @@ def setting(breakdown: Breakdown, shares: Sequence[Share], records: Sequence[Rec
     return " ".join(filter(None, [f"{where}{said}; mean of {plural(count, 'step')}{seen}.", shown.left_out(breakdown)]))
 
 
-def cards(shares: Sequence[Share]) -> list[Card]:
+def cards(breakdown: Breakdown, shares: Sequence[Share]) -> list[Card]:
     if not shares:
         return []
     step = sum(each.unprofiled_ns for each in shares) / len(shares)
     found = [Card(duration(step / 1e9), "a step", f"{1e9 / step:.3g} a second" if step else "")]
+    if rate := shown.examples(breakdown):
+        found.append(Card(rate, "examples a second", "of all ranks"))
     for text, name in (("wire, exposed", "exposed_wire_ns"), ("wait, exposed", "exposed_wait_ns")):
         time = sum(getattr(moved, name) for each in shares for moved in each.communication.values()) / len(shares)
         found.append(Card(share(time / step) if step else "0%", text, f"{duration(time / 1e9)} a step"))
@@ -227,7 +235,9 @@ def cards(shares: Sequence[Share]) -> list[Card]:
 # Below
 
 
-def carried(breakdown: Breakdown, records: Sequence[Record]) -> list[str | list[str] | Picture | Table]:
+def carried(
+    breakdown: Breakdown, records: Sequence[Record], fallen: Sequence[Drop] = ()
+) -> list[str | list[str] | Picture | Table]:
     """Rx and Tx over time, of the interfaces that carried most, and what explains where they fall; and what ranks of a host read
     from one another's memory."""
     found = steps.rates(records, breakdown)
@@ -261,7 +271,7 @@ def carried(breakdown: Breakdown, records: Sequence[Record]) -> list[str | list[
     if len(found) > len(kept):
         how += f" Of {len(found)} interfaces those {len(kept)} that carried most are shown."
     blocks: list[str | list[str] | Picture | Table] = [Picture("interfaces", Lines(panels), see, how)]
-    if fallen := utilisation.drops(records, breakdown):
+    if fallen:
         blocks += ["Where one carries less than half of what it mostly does:", _fallen(fallen, first)]
     return blocks + memory
 
@@ -291,14 +301,9 @@ def _through_memory(breakdown: Breakdown, records: Sequence[Record]) -> list[str
 
 
 def _fallen(found: Sequence[Drop], first_ns: int) -> list[str]:
-    told = []
-    for each in found[:MOST_DROPS]:
-        start, end = each.interval
-        cause = (each.cause or "no cause is known") + (f" of rank {each.rank}" if each.rank is not None else "")
-        told.append(
-            f"{each.name.split('.', 1)[1].rpartition('.')[0]} of {each.host} for {duration((end - start) / 1e9)} from second "
-            f"{(start - first_ns) / 1e9:.1f} on, {share(each.share)} of the usual rate: {cause}"
-        )
+    told = [
+        shown.drop(each, f" from second {(each.interval[0] - first_ns) / 1e9:.1f} on") for each in found[:MOST_DROPS]
+    ]
     if len(found) > MOST_DROPS:
         told.append(f"and {len(found) - MOST_DROPS} more")
     return told

@@ -1,4 +1,4 @@
-"""Runs a command with the recorder in its processes, and tells what the recorder's files lack."""
+"""Runs a command with the recorder in its processes, and tells why that left no records."""
 
 from __future__ import annotations
 
@@ -44,9 +44,6 @@ _LOOK_S = 0.2
 
 SAYS = "penstock profile: "
 """Before what the command says that is not its answer, on standard error: complaints above all."""
-
-FEW = 3
-"""Samples: fewer say little on what communication waits for."""
 
 
 def fresh_folder(given: Path | None) -> Path:
@@ -254,7 +251,8 @@ def not_made(folder: Path, settings: Mapping[str, str | float]) -> list[str]:
 
 
 def complaints(folder: Path, records: Sequence[Record]) -> list[str]:
-    """What is missing, why that may be, and what to do. Takes away the marks that the recorder has left for this."""
+    """What only the marks tell that the recorder has left for this: where it could not start, and why nothing was recorded. Takes
+    them away. What is missing in records, `penstock.profiling.complaints` says."""
     own, shared = _marks(folder), folder / SHARED
     said = [path.read_text(errors="replace") for path in sorted(own.glob("problem-*"))]
     said = [f"the recorder could not start in a process: {text}" for text in said]
@@ -262,13 +260,10 @@ def complaints(folder: Path, records: Sequence[Record]) -> list[str]:
     said += [f"the counters of a host were not read: {text.splitlines()[-1]}" for text in counters if text]
     is_gone, has_python, has_torch = not own.is_dir(), (own / "python").exists(), (own / "torch").exists()
     _clear(folder)
-    # Not those of hosts, which hold counters alone.
-    ranks = [record for record in records if not record.header.about.get("counters")]
-    if not ranks:
+    if not records:
         gone = f"nothing was recorded: {own} is gone, which the command or something else has removed"
-        return [*said, gone if is_gone else _nothing(has_python, has_torch)]
-    said += [text for record in ranks for text in _of_others(folder, record)]
-    return [*said, *(text for record in ranks for text in _of_rank(record)), *_of_job(ranks)]
+        said.append(gone if is_gone else _nothing(has_python, has_torch))
+    return said
 
 
 def _clear(folder: Path) -> None:
@@ -304,51 +299,3 @@ def _nothing(has_python: bool, has_torch: bool) -> str:
         "nothing was recorded: the command imported torch, but called no module, ran no backward pass and joined no process "
         "group, or it was killed before its first step, or before its end if it trained nothing"
     )
-
-
-def _of_others(folder: Path, record: Record) -> Iterator[str]:
-    """Records of processes that called themselves this rank, too, while it ran. Those of earlier lives had ended."""
-    rank = record.header.rank
-    for path in sorted(folder.glob(f"before-*/rank-{rank}.jsonl")):
-        if path.stat().st_mtime_ns > record.header.wall_ns + 1_000_000_000:
-            yield (
-                f"several programs trained as rank {rank} at the same time, and were no ranks of one job. Shown is process "
-                f"{record.header.pid}; {path.parent} holds another one (penstock profile --read {path.parent})"
-            )
-
-
-def _of_rank(record: Record) -> list[str]:
-    said = list(record.problems)
-    rank, kinds = record.header.rank, {event.kind: event for event in record.events}
-    if "exception" in kinds:
-        said.append(f"rank {rank} ended with an exception: {kinds['exception'].text}")
-    elif "end" not in kinds:
-        said.append(
-            f"the record of rank {rank} ends early: it was killed, it ended with os._exit, its disk was full, or "
-            "it runs still on another host. What is there counts"
-        )
-    dropped = sum(sample.dropped for sample in record.samples)
-    if dropped:
-        said.append(
-            f"rank {rank}: {dropped} operations of its samples are left out: a step had more than a sample keeps"
-        )
-    said += [f"rank {rank}: {event.text}" for event in record.events if event.kind in ("profiler", "clock", "left out")]
-    return said
-
-
-def _of_job(records: Sequence[Record]) -> list[str]:
-    said = []
-    present, world = {record.header.rank for record in records}, max(record.header.world for record in records)
-    missing = sorted(set(range(world)) - present)
-    if missing:
-        names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        said.append(f"there is no record of rank {names}: collect the files of all hosts in one folder, and --read it")
-    if all(len(record.steps) == 1 for record in records):
-        said.append("no optimizer stepped more than once: what there is counts as one step")
-    sampled = min((len(record.samples) for record in records), default=0)
-    if sampled < FEW and not all(len(record.steps) == 1 for record in records):
-        said.append(
-            f"only {sampled} steps were sampled by torch's profiler, and those alone tell wire from wait: run for 20 steps or "
-            "more"
-        )
-    return said

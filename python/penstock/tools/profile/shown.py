@@ -12,6 +12,7 @@ from penstock.numbers import bit_rate, duration, plural, share, size, traffic
 from penstock.profiling.advice import Advice, Change, is_listed
 from penstock.profiling.breakdown import MEASURING, OTHER, PHASES, PURPOSES, Breakdown, Moving, Share
 from penstock.profiling.cause import Cause
+from penstock.profiling.utilisation import Drop
 from penstock.reports import Column, Line, Table
 
 __all__ = [
@@ -22,6 +23,9 @@ __all__ = [
     "collectives",
     "communication",
     "division",
+    "drop",
+    "examples",
+    "fallen",
     "instruction",
     "left_out",
     "mean_step_ns",
@@ -51,15 +55,25 @@ def unit(time_ns: float) -> Unit:
     return Unit("s", 1e9) if time_ns >= 10e9 else Unit("ms", 1e6) if time_ns >= 1e6 else Unit("µs", 1e3)
 
 
-def print_details(breakdown: Breakdown, advice: Advice | None, console: Console, next_step: Change | None) -> None:
+def print_details(
+    breakdown: Breakdown,
+    advice: Advice | None,
+    console: Console,
+    next_step: Change | None,
+    drops: Sequence[Drop] = (),
+) -> None:
     """What stands below the first screen, which has told ``next_step`` already."""
     if any(each.steps for each in breakdown.shares):
+        if rate := examples(breakdown):
+            console.print(f"Examples a second, of all ranks: {rate}.\n")
         console.print(division(breakdown).for_terminal())
         if without := left_out(breakdown):
             console.print(f"{without}\n")
         console.print(communication(breakdown).for_terminal())
         if waits := waited_for(breakdown):
             console.print(waits.for_terminal())
+        if told := fallen(drops):
+            console.print(f"{told}\n")
     elif breakdown.shares:
         console.print(collectives(breakdown).for_terminal())
     for note in breakdown.notes:
@@ -80,6 +94,27 @@ def print_details(breakdown: Breakdown, advice: Advice | None, console: Console,
         console.print(changes(breakdown, advice).for_terminal())
         for place, each in enumerate(advice.changes, 1):
             console.print(f"{place}. {each.what}: {'the next step above' if each == next_step else instruction(each)}.")
+
+
+def fallen(drops: Sequence[Drop]) -> str:
+    """Where traffic falls, in a sentence; nothing where it does not."""
+    if not drops:
+        return ""
+    largest = max(drops, key=lambda each: (1 - each.share) * (each.interval[1] - each.interval[0]))
+    causes = ", ".join(sorted({each.cause for each in drops if each.cause})) or "nothing that is known"
+    often = f"{len(drops)} times, explained by {causes}. The largest:" if len(drops) > 1 else "once:"
+    return f"Interfaces carry less than half of what they mostly do {often} {drop(largest)}."
+
+
+def drop(one: Drop, since: str = "") -> str:
+    """
+    Args:
+        since: when it begins, in words.
+    """
+    way = "" if len(one.ways) > 1 else f" ({WAYS[one.ways[0]]})"
+    length = duration((one.interval[1] - one.interval[0]) / 1e9)
+    cause = (one.cause or "no cause is known") + (f" of rank {one.rank}" if one.rank is not None else "")
+    return f"{one.interface} of {one.host}{way} for {length}{since}, {share(one.share)} of the usual rate: {cause}"
 
 
 # Why, and what would change it
@@ -228,6 +263,12 @@ def _for_whom(shares: Sequence[Share]) -> str:
         return ""
     most = max(waited, key=waited.__getitem__)
     return f", mostly for rank {most}" if waited[most] > 0.5 * whole else ""
+
+
+def examples(breakdown: Breakdown) -> str:
+    """How many a second all ranks take; nothing where that is unknown."""
+    rate = breakdown.examples_per_s
+    return "" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 # Tables
@@ -419,6 +460,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 NOTHING = Moving()
+WAYS = {"rx": "received", "tx": "sent"}
 NO_TIME = "0.00"
 """As `Unit.text` tells it."""
 UNITS: tuple[tuple[str, Callable[[float], str]], ...] = (

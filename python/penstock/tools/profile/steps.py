@@ -1,24 +1,26 @@
-"""From records to what the page draws: rates of interfaces, and one step as a timeline. Pure."""
+"""From records to what the page draws: rates of interfaces, how long steps take, and one step as a timeline. Pure."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.numbers import duration
 from penstock.profiling.breakdown import OTHER, Breakdown
 from penstock.profiling.clocks import Clock, clocks
-from penstock.profiling.divide import flight, standing
+from penstock.profiling.divide import counted, flight, standing
 from penstock.profiling.intervals import overlaps, union, without
 from penstock.profiling.matching import by_rank, meetings
-from penstock.profiling.phases import marked_waits, phases
+from penstock.profiling.phases import marked_waits, phases, profiler_ns
 from penstock.profiling.record import Record
 from penstock.profiling.turns import turns
 from penstock.profiling.utilisation import Series, series
-from penstock.reports import Axis, Key, Picture, Row, Stretch, Timeline
+from penstock.reports import Axis, Curve, Key, Lines, Panel, Picture, Row, Stretch, Timeline
+from penstock.reports import series as look
 from penstock.tools.profile.shown import unit
 
-__all__ = ["Rates", "rates", "timeline"]
+__all__ = ["Rates", "lengths", "rates", "timeline"]
 
 
 class Rates(NamedTuple):
@@ -49,6 +51,74 @@ def rates(records: Sequence[Record], breakdown: Breakdown) -> list[Rates]:
             ways.setdefault((one.host, name.removeprefix("nic.")), {})[counter] = one
     found = [Rates(*key, way["rx_bytes"], way["tx_bytes"]) for key, way in ways.items() if len(way) == 2]
     return sorted((each for each in found if each.total > 0), key=lambda each: -each.total)
+
+
+def lengths(records: Sequence[Record]) -> Picture | None:
+    """How long each step takes, by its number; None for fewer than two steps."""
+    every, _ = by_rank(records)
+    # Who is held up holds up the others.
+    profiler: dict[int, int] = {}
+    for record in every:
+        for step in record.steps:
+            profiler[step.number] = max(profiler.get(step.number, 0), profiler_ns(step, step.end_ns))
+    found: dict[int, list[tuple[int, int]]] = {}
+    left_out = 0
+    for record in every:
+        own = [(step.number, max(0, step.end_ns - step.start_ns - profiler[step.number])) for step in counted(record)]
+        sampled = {sample.step for sample in record.samples}
+        plain = [each for each in own if each[0] not in sampled]
+        if 2 * len(plain) >= len(own):  # a trace of another tool may have nothing but samples
+            left_out += len(own) - len(plain)
+            own = plain
+        if len(own) > 1:
+            found[record.header.rank] = own
+    if not found:
+        return None
+    order = sorted(found, key=lambda rank: (-max(ns for _, ns in found[rank]), rank))
+    shown = sorted(order[:MOST_RANKS])
+    most = MOST_LENGTHS // len(shown)
+    usual = statistics.median(ns for own in found.values() for _, ns in own)
+    in_unit = unit(usual)
+    curves = []
+    for index, rank in enumerate(shown):
+        points = _extremes(found[rank], most)
+        numbers, times = [number for number, _ in points], [ns / in_unit.ns for _, ns in points]
+        curves.append(Curve(f"rank {rank}", numbers, times, look(index), width_px=1.4))
+    number, longest = max(found[order[0]], key=lambda each: each[1])
+    see = (
+        f"The median step takes {duration(usual / 1e9)}; the longest, step {number} of rank {order[0]}, "
+        f"{duration(longest / 1e9)}."
+    )
+    first, last = (
+        statistics.median(ns for own in found.values() for _, ns in own[quarter(len(own))])
+        for quarter in (lambda count: slice(-(-count // 4)), lambda count: slice(count - -(-count // 4), None))
+    )
+    if abs(last - first) > CHANGED * first:
+        see += f" In the last quarter of them it takes {duration(last / 1e9)}, in the first {duration(first / 1e9)}."
+    how = ["Without what torch's profiler takes, on the rank that it holds up most."]
+    if left_out:
+        how.append("Sampled steps, which it makes longer, are left out.")
+    if any(len(own) > most for own in found.values()):
+        stride = max(_stride(len(own), most) for own in found.values())
+        how.append(f"Of each {stride} steps the shortest and the longest are shown.")
+    if len(found) > len(shown):
+        how.append(f"Of {len(found)} ranks those {len(shown)} are shown that have the longest steps.")
+    panel = Panel("", Axis("step", "number"), Axis("time of a step", in_unit.name, from_zero=True), curves)
+    return Picture("steps", Lines([panel]), see, " ".join(how))
+
+
+def _extremes(points: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+    """At most so many of them: of each so many that follow each other the lowest and the highest."""
+    stride = _stride(len(points), most)
+    found: list[tuple[int, int]] = []
+    for at in range(0, len(points), stride):
+        group = points[at : at + stride]
+        found += sorted({pick(group, key=lambda each: each[1]) for pick in (min, max)})
+    return found
+
+
+def _stride(count: int, most: int) -> int:
+    return 1 if count <= most else -(-count // (most // 2))
 
 
 def timeline(
@@ -152,4 +222,7 @@ def _links(records: Sequence[Record], breakdown: Breakdown, first: int, last: in
 
 LAST_NS = 1 << 63
 MOST_LINKS = 4
+MOST_RANKS, MOST_LENGTHS = 5, 1000
+"""Of more than five colours some look alike to some people (`reports.charts`). Points are of all ranks together."""
+CHANGED = 0.1
 WIRE, WAIT, LINK, HALF = "series-1", "series-2", "series-5", 0.5

@@ -1,0 +1,89 @@
+"""What went wrong in a run, as far as its records tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.numbers import plural
+from penstock.profiling.record import Record
+
+__all__ = ["complaints"]
+
+
+def complaints(ranks: Sequence[Record]) -> list[str]:
+    """What is missing from the records, one a rank, why that may be, and what to do: first how ranks ended, then what does not
+    fit together, then what was given up."""
+    return [
+        *_ends(ranks),
+        *_beside_each_other(ranks),
+        *(text for record in ranks for text in [*record.problems, *_given_up(record)]),
+    ]
+
+
+def _ends(ranks: Sequence[Record]) -> list[str]:
+    said, early = [], []
+    for record in ranks:
+        if record.header.about.get("reader", "recorder") != "recorder":  # another tool's file, which does not tell
+            continue
+        kinds = {event.kind: event for event in record.events}
+        if "exception" in kinds:
+            said.append(f"rank {record.header.rank} ended with an exception: {kinds['exception'].text}")
+        elif "end" not in kinds:
+            early.append(record.header.rank)
+    if early:
+        record_s, it = ("records", "they were") if len(early) > 1 else ("record", "it was")
+        said.append(
+            f"the {record_s} of {_named(early)} end{'' if len(early) > 1 else 's'} early: {it} killed, ended with os._exit or "
+            "still running on another host, or the disk was full. What is there counts"
+        )
+    return said
+
+
+def _beside_each_other(ranks: Sequence[Record]) -> list[str]:
+    said = []
+    world = max(record.header.world for record in ranks)
+    missing = sorted(set(range(world)) - {record.header.rank for record in ranks})
+    if missing:
+        said.append(
+            f"{len(ranks)} of {world} ranks have a record ({_named(missing)} {'have' if len(missing) > 1 else 'has'} none): "
+            "operations with the others are not told apart. Collect the files of all hosts in one folder, and --read it"
+        )
+    if len({record.header.world for record in ranks}) > 1:
+        said.append("the records are of jobs of several sizes: are they of one run?")
+    if len({str(record.header.about.get("job", "")) for record in ranks} - {""}) > 1:
+        said.append(
+            "the records are of several jobs, which wrote into one folder at the same time: ranks do not belong together. "
+            "Give each job an --output of its own"
+        )
+    numbers = {record.header.rank: {step.number for step in record.steps} for record in ranks if record.steps}
+    most = max((len(each) for each in numbers.values()), default=0)
+    short = {rank: len(each) for rank, each in numbers.items() if len(each) < most}
+    if short:
+        least = min(short, key=lambda rank: (short[rank], rank))
+        said.append(
+            f"{plural(len(short), 'rank')} recorded fewer steps than the {most} of others (rank {least} {short[least]}): each "
+            "one's means are over its own"
+        )
+    if len(numbers) > 1 and not set.intersection(*numbers.values()):
+        said.append("ranks have no step number in common: they do not step alike, or the records are of several runs")
+    return said
+
+
+def _given_up(record: Record) -> list[str]:
+    """Samples, and what was too much to keep; clocks that jumped."""
+    said = []
+    for kind in ("profiler", "clock", "left out"):
+        texts = list(dict.fromkeys(event.text for event in record.events if event.kind == kind))
+        said += [f"rank {record.header.rank}: {text}" for text in texts[:MOST_ALIKE]]
+        if len(texts) > MOST_ALIKE:
+            said[-1] += f" (and {len(texts) - MOST_ALIKE} more like this)"
+    return said
+
+
+def _named(ranks: Sequence[int]) -> str:
+    text = ", ".join(map(str, ranks[:MOST_NAMED])) + (", ..." if len(ranks) > MOST_NAMED else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+MOST_NAMED, MOST_ALIKE = 8, 3
+"""Ranks in a sentence, and sentences of one kind about a rank."""
