@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from penstock.profiling import divide as module
+from penstock.profiling import standing as module
 from penstock.profiling import turns
 from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, SYNC, Moving, Share
 from penstock.profiling.divide import divide, each_step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import heapq
 import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,19 +10,20 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from penstock.numbers import plural
-from penstock.profiling.between import GAP_NS, Kind, Seen, add, told
+from penstock.profiling.between import Kind, Seen, add, told
 from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Breakdown, Moving, OneStep, Share
 from penstock.profiling.clocks import WALL_AGREES_NS, Clock, clocks
 from penstock.profiling.complaints import complaints
 from penstock.profiling.intervals import Piece, clipped, overlaps, union, without
 from penstock.profiling.lateness import Beginnings, Key
 from penstock.profiling.matching import Meeting, by_rank, meetings
-from penstock.profiling.phases import backward_passes, marked_waits, phases, profiler_ns
-from penstock.profiling.record import Record, Sample, Step
+from penstock.profiling.phases import marked_waits, phases, profiler_ns
+from penstock.profiling.record import Record, Step
 from penstock.profiling.remembered import remembered
+from penstock.profiling.standing import Last, flight, standing
 from penstock.profiling.turns import Course, Turns, turns
 
-__all__ = ["GAP_NS", "OUTLIER", "WAKE_NS", "WARM_UP_STEPS", "counted", "divide", "each_step", "flight", "standing"]
+__all__ = ["OUTLIER", "WARM_UP_STEPS", "counted", "divide", "each_step"]
 
 _K = TypeVar("_K")
 
@@ -85,121 +85,6 @@ def each_step(records: Sequence[Record]) -> Iterator[OneStep]:
                 moving,
                 one.step.examples,
             )
-
-
-def flight(courses: Iterable[Course], start_ns: int, end_ns: int, *, is_usual: bool = False) -> list[Piece[Kind]]:
-    """The timeline of a rank's communication: at each moment with operations, the one that counts. O(n log n).
-
-    Wire before wait, wait before operations without partners; of several the oldest.
-
-    Args:
-        is_usual: leave out the end of each wait, as much as torch's profiler made it longer.
-    """
-    # Each operation is one or two pieces; at each moment the piece of the best rank counts.
-    pieces: list[tuple[int, int, tuple[int, int, int], Kind]] = []
-    for at, course in enumerate(courses):
-        issued, ended, turn = course.operation.issued_ns, course.ended_ns, course.turn_ns
-        if not course.is_known:
-            pieces.append((issued, ended, (2, issued, at), (course.purpose, "unknown", None)))
-            continue
-        waited = turn - course.profiler_ns if is_usual else turn
-        pieces.append((issued, waited, (1, issued, at), (course.purpose, "wait", course.last)))
-        pieces.append((turn, ended, (0, issued, at), (course.purpose, "wire", None)))
-    pieces = [(max(a, start_ns), min(b, end_ns), c, d) for a, b, c, d in pieces if max(a, start_ns) < min(b, end_ns)]
-    pieces.sort(key=lambda piece: piece[0])
-    moments = sorted({moment for piece in pieces for moment in piece[:2]})
-    active: list[tuple[tuple[int, int, int], int, Kind]] = []
-    found: list[Piece[Kind]] = []
-    coming = 0
-    for start, end in itertools.pairwise(moments):
-        while coming < len(pieces) and pieces[coming][0] <= start:
-            heapq.heappush(active, (pieces[coming][2], pieces[coming][1], pieces[coming][3]))
-            coming += 1
-        while active and active[0][1] <= start:
-            heapq.heappop(active)
-        if not active:
-            continue
-        kind = active[0][2]
-        if found and found[-1][1] == start and found[-1][2] == kind:
-            found[-1] = (found[-1][0], end, kind)
-        else:
-            found.append((start, end, kind))
-    return found
-
-
-def standing(
-    step: Step, sample: Sample, waits: list[Piece[tuple[str, str]]], moving: list[Piece[Kind]]
-) -> list[Piece[None]]:
-    """When the thread stood still in a backward pass without a mark, as DDP does in C++: no operator runs, but communication
-    does, for `GAP_NS` and longer; and then, until it has its processor again, for up to `WAKE_NS`.
-
-    A pass without any operator of this thread tells nothing: autograd works on CUDA tensors in a thread of its own.
-    """
-    if not sample.busy or not moving:
-        return []
-    busy = [(start, end, None) for start, end in sample.busy]
-    backward = backward_passes(step)
-    ran = {piece for *_, piece, _ in overlaps([(a, b, (a, b, None)) for a, b, _ in backward], busy)}
-    idle = without([piece for piece in backward if piece in ran], busy)
-    still = union((start, end, None) for start, end, _, _ in overlaps(idle, union(moving)))
-    long = [piece for piece in without(still, waits) if piece[1] - piece[0] >= GAP_NS]
-    awaking = union((start, end + WAKE_NS, None) for start, end, _ in long)
-    return without(union((start, end, None) for start, end, _, _ in overlaps(idle, awaking)), waits)
-
-
-@dataclass(frozen=True)
-class _Last:
-    """A thread that stands still in a backward pass once it has issued the last operation there, and not before, as DDP does."""
-
-    awake_ns: int
-    """For so much longer than something moves; less than 0: it begins that much later."""
-
-    @classmethod
-    def of(
-        cls, steps: Sequence[Step], samples: Mapping[int, Sample], courses: Mapping[int, list[Course]]
-    ) -> _Last | None:
-        """None: in samples it stands still at other times, too. Of `_SEVERAL` or more it may in one: a thread of the backend's
-        may have had this one's processor."""
-        lengths = []
-        for step in steps:
-            own, waits = courses.get(step.number, []), marked_waits(step)
-            moving = flight(own, step.start_ns, step.end_ns)
-            shown = _length(standing(step, samples[step.number], waits, moving))
-            lengths.append((shown, _length(cls(0).standing(step, own, waits, moving)), step.end_ns - step.start_ns))
-        found = cls._of_lengths(lengths)
-        if found is None and len(lengths) >= _SEVERAL:
-            usual = statistics.median(shown - guessed for shown, guessed, _ in lengths)
-            lengths.remove(max(lengths, key=lambda each: abs(each[0] - each[1] - usual)))
-            found = cls._of_lengths(lengths)
-            if found is not None and found.awake_ns < 0:  # the others stand still for less: that does not show the rule
-                return None
-        return found
-
-    @classmethod
-    def _of_lengths(cls, lengths: Sequence[tuple[int, int, int]]) -> _Last | None:
-        """
-        Args:
-            lengths: of each sample: for how long it stands still, for how long after the last operation, and of the step.
-        """
-        differ = [shown - guessed for shown, guessed, _ in lengths if guessed]
-        awake_ns = min(round(statistics.median(differ)), WAKE_NS) if differ else 0
-        off = sum(abs(shown - guessed - (awake_ns if guessed else 0)) for shown, guessed, _ in lengths)
-        all_shown, _, all_steps = (sum(each) for each in zip(*lengths, strict=True)) if lengths else (0, 0, 0)
-        most = _LAST * all_shown + max(GAP_NS * len(lengths), _OF_STEPS * all_steps)
-        return cls(awake_ns) if off <= most else None
-
-    def standing(
-        self, step: Step, courses: Sequence[Course], waits: list[Piece[tuple[str, str]]], moving: list[Piece[Kind]]
-    ) -> list[Piece[None]]:
-        """As the function of that name, for a step without a sample."""
-        issued = sorted(course.operation.issued_ns for course in courses)
-        pieces = []
-        for start, end, _ in backward_passes(step):
-            at = bisect.bisect_left(issued, end) - 1
-            if at >= 0 and issued[at] >= start:
-                pieces.append((min(issued[at] + max(0, -self.awake_ns), end), end, None))
-        longer = union((start, end + max(0, self.awake_ns), None) for start, end, _ in moving)
-        return without(union((start, end, None) for start, end, _, _ in overlaps(pieces, longer)), waits)
 
 
 @dataclass
@@ -343,7 +228,7 @@ class _Operations:
         self.counted = counted(record)
         self.samples = {sample.step: sample for sample in record.samples}
         sampled = [step for step in self.counted if step.number in self.samples]
-        self._last = _Last.of(sampled, self.samples, courses) if known else None
+        self._last = Last.of(sampled, self.samples, courses) if known else None
         self._of = {number: courses.get(number, []) for number in self.samples}
         if self._last is not None:
             self._of = {**known, **self._of}
@@ -640,10 +525,6 @@ def _about_clocks(clock_of: Mapping[str, Clock], shares: list[Share]) -> list[st
     return problems
 
 
-def _length(timeline: Iterable[Piece[None]]) -> int:
-    return sum(end - start for start, end, _ in timeline)
-
-
 def _by_value(timeline: Iterable[tuple[int, int, _K]]) -> dict[_K, float]:
     found: dict[_K, float] = {}
     for start, end, value in timeline:
@@ -662,21 +543,9 @@ def _sum(parts: Mapping[Kind, float], purpose: str | None, what: str) -> float:
 WARM_UP_STEPS = 2
 """Connections are made and buckets are built anew in the first two (DDP rebuilds its buckets after the first)."""
 
-WAKE_NS = 5_000_000
-"""After which a thread that has waited runs again, where processors are few: as long as Python's threads keep the interpreter."""
-
 _MARKED: Kind = (OTHER, "unknown", None)
 
 _NEVER_STEPPED = ". Where no optimizer stepped more than once, all that the script did is one step"
-
-_LAST = 0.1
-"""Of the time for which samples stand still: as much may lie elsewhere than after the last operation."""
-
-_SEVERAL = 3
-"""From so many samples on, one may differ from the rule."""
-
-_OF_STEPS = 0.01
-"""Of the time of sampled steps: as much may be pauses between operators, while something moves that nothing waits for."""
 
 FEW = 3
 """Steps whose operations are known: fewer say little of the others."""

@@ -24,11 +24,12 @@ from typing import NamedTuple
 
 from penstock.profiling.breakdown import OTHER, PURPOSES
 from penstock.profiling.clocks import Clock, clocks
-from penstock.profiling.divide import OUTLIER, WARM_UP_STEPS, flight, standing
+from penstock.profiling.divide import OUTLIER, WARM_UP_STEPS
 from penstock.profiling.intervals import Piece, clipped, overlaps, union
 from penstock.profiling.matching import Kind, Meeting, by_rank, kind, meetings
 from penstock.profiling.phases import backward_passes, marked_waits, pass_at
 from penstock.profiling.record import Operation, Record, Sample, Step
+from penstock.profiling.standing import flight, standing
 from penstock.profiling.turns import turns
 from penstock.runtime.wire import sent_bytes
 

@@ -7,8 +7,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from penstock.profiling.between import GAP_NS
 from penstock.profiling.breakdown import OTHER
-from penstock.profiling.divide import GAP_NS
 from penstock.profiling.intervals import Piece, innermost, overlaps, union, without
 from penstock.profiling.matching import canonical
 from penstock.profiling.readers import collectives

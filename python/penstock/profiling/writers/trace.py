@@ -17,11 +17,11 @@ from typing import Any
 from penstock.numbers import byte_rate
 from penstock.profiling import streams
 from penstock.profiling.clocks import Clock, clocks
-from penstock.profiling.divide import flight, standing
 from penstock.profiling.intervals import clipped, union
 from penstock.profiling.matching import Kind, Meeting, by_rank, kind, meetings
 from penstock.profiling.phases import marked_waits, phases
 from penstock.profiling.record import Operation, Record, Step
+from penstock.profiling.standing import flight, standing
 from penstock.profiling.turns import Course, Turns, turns
 from penstock.profiling.utilisation import only_grows
 from penstock.profiling.writers.whole import whole

@@ -9,11 +9,12 @@ from typing import NamedTuple
 from penstock.numbers import duration
 from penstock.profiling.breakdown import OTHER, Breakdown
 from penstock.profiling.clocks import Clock, clocks
-from penstock.profiling.divide import counted, flight, standing
+from penstock.profiling.divide import counted
 from penstock.profiling.intervals import overlaps, union, without
 from penstock.profiling.matching import by_rank, meetings
 from penstock.profiling.phases import marked_waits, phases, profiler_ns
 from penstock.profiling.record import Record
+from penstock.profiling.standing import flight, standing
 from penstock.profiling.turns import turns
 from penstock.profiling.utilisation import Series, series
 from penstock.reports import Axis, Curve, Key, Lines, Panel, Picture, Row, Stretch, Timeline
