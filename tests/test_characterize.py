@@ -93,7 +93,7 @@ def test_cells_with_pauses_are_others_and_those_without_keep_their_names(tmp_pat
     [
         ("[1]", "a matrix has keys"),
         ("models: gpt3", "models has 'gpt3'; there are bert-large"),
-        ("modells: gpt2-tiny", "nobody knows modells"),
+        ("modells: gpt2-tiny", "unknown modells"),
         ("models: gpt2-tiny\nranks: two", "ranks has 'two', which is no number"),
         ("models: gpt2-tiny\nranks: 0", "ranks has 0"),
         ("models: gpt2-tiny\nranks: [true]", "ranks has True"),
@@ -104,7 +104,7 @@ def test_cells_with_pauses_are_others_and_those_without_keep_their_names(tmp_pat
         ("models: []", "models is missing"),
         ("ranks: 2", "models is missing"),
         ("models: gpt2-tiny\nruns: []", "runs is a list"),
-        ("models: gpt2-tiny\nruns: [{batch: 3}]", "run 1: a product has keys"),
+        ("models: gpt2-tiny\nruns: [{model: gpt2-tiny}]", "run 1: unknown model; keys are models"),
         ("models: [", "is no YAML"),
     ],
 )
@@ -122,7 +122,7 @@ NINES = "9" * 400
         ("models: &a [gpt2-tiny]\nbatches: &b [1, *b]", "batches has a list, which is no number"),
         (
             "".join(f"a{i}: &a{i} [{', '.join(['*a' + str(i - 1)] * 9) if i else 'x'}]\n" for i in range(9)),
-            "nobody knows a0",
+            "unknown a0",
         ),
         (f"runs: [{{models: &a [&b [x, x]{', *b' * 9}]}}]", "models has a list"),
         (
@@ -137,7 +137,7 @@ NINES = "9" * 400
         (f"models: gpt2-tiny\nlinks_mbit: [{NINES}]", "links_mbit has a number that is too large"),
         (f"models: gpt2-tiny\nseed: 0x{NINES}", "not a number that is too large"),
         (f"models: [[0x{NINES * 20}]]", "models has a list"),
-        (f"models: gpt2-tiny\n? 0x{NINES * 20}\n: 1", "nobody knows a number that is too large"),
+        (f"models: gpt2-tiny\n? 0x{NINES * 20}\n: 1", "unknown a number that is too large"),
         ("models: gpt2-tiny\nlinks_mbit: [.nan]", "links_mbit has nan"),
         ("models: gpt2-tiny\nflow_mbit: .inf", "flow_mbit has a number that is too large"),
         ("models: gpt2-tiny\ntransports: tcp-²", "transports has 'tcp-²'"),
@@ -203,12 +203,12 @@ def test_outcomes_of_any_kind_are_shown_or_refused(tmp_path: Path, value: object
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch": 7}, "a batch of 7 is no multiple of 3 sequences on each of 2"),
+        ({"batch": 7}, "a batch of 7 cannot be shared equally by 2 replicas"),
         ({"transport": "shm"}, "share no memory"),
         ({"transport": "aggregated", "link_mbit": 0.0}, "give aggregated a link"),
         ({"transport": "aggregated", "parallel": "pipeline"}, "hardly anything to sum"),
         ({"transport": "aggregated", "flow_mbit": 50.0}, "give aggregated no flow_mbit"),
-        ({"batch": 1}, "a batch of 1 is no multiple"),
+        ({"batch": 1}, "a batch of 1 cannot be shared equally by 2 replicas"),
         ({"parallel": "pipeline", "evaluate_every": 4}, "give a pipeline no evaluate_every"),
         ({"parallel": "pipeline", "checkpoint_every": 4}, ""),
         ({"launch": "srun"}, "give it links_mbit 0 and flow_mbit 0"),
@@ -253,6 +253,7 @@ def test_what_runs() -> None:
         ('launch: "a\\nb"', "no command in one line"),
         ('launch: "a\\x1bb"', "no command in one line"),
         (f"launch: {'a' * 201}", "of 200 characters at most: put it into a script"),
+        ("launch: srun\nranks: [2, 4]", "launch has 'srun', without {ranks}, which several numbers of ranks need"),
         ("device: gpu", "device has 'gpu'; there are cpu, cuda"),
         ("transports: nccl-2", "transports has 'nccl-2'"),
     ],
@@ -331,6 +332,10 @@ def test_gpus_that_are_not_there_are_an_error_before_the_first_run(tmp_path: Pat
     train = [sys.executable, "-m", "penstock.workloads.transformer", "gpt2-tiny", "--device", "cuda"]
     done = forked.run(train, capture_output=True, text=True, env={**os.environ, "LOCAL_RANK": "64"})
     assert done.returncode == 1 and "LOCAL_RANK is 64, and torch finds" in done.stderr
+    path = written(tmp_path, "{models: gpt2-tiny, launch: 'no-such-program -n {ranks} python'}")
+    told = CliRunner().invoke(cli.command, [str(path)])
+    assert told.exit_code == 1 and "there is no command no-such-program on this host" in told.output
+    assert not (tmp_path / "matrix.runs").exists()
     for key in ("launch: srun", "device: cuda"):
         path = written(tmp_path, f"{{models: gpt2-tiny, {key}}}")
         told = CliRunner().invoke(cli.command, [str(path), "--memory", "512"])
@@ -1024,7 +1029,7 @@ def test_a_run_that_fails_leaves_the_others(tmp_path: Path) -> None:
     first = forked.run(command, capture_output=True, text=True, env=environment)
     assert first.returncode == 1, first.stdout + first.stderr
     assert [one.cell.transport for one in results.read(tmp_path / "matrix.runs")] == ["gloo"]
-    assert "it failed, and the others go on: gpt2-tiny-data-2-4-tcp" in first.stderr and "2 of 2: " in first.stderr
+    assert "it failed: it ended with status 1" in first.stderr and "2 of 2: " in first.stderr
     end = first.stderr[first.stderr.index("Error: 1 run failed") :].splitlines()
     assert len(end) == 2 and end[1].startswith("  gpt2-tiny-data-2-4-tcp-0-") and "nosuch0" in end[1], end
     assert "2 ranks, 4" in first.stdout, "what has ended is shown"

@@ -11,17 +11,18 @@ import re
 import pytest
 
 import planted_records
-from penstock.profiling import causes, measures
+from penstock.profiling import causes, measures, utilisation
 from penstock.profiling.advice import advise
 from penstock.profiling.breakdown import SYNC, Breakdown, Moving, Share
 from penstock.profiling.cause import KINDS, LEAST_SHARE, Cause
 from penstock.profiling.divide import divide
-from penstock.profiling.record import Event, Header, Operation, Record, Sample, Span, Step
+from penstock.profiling.record import Event, Header, Operation, Readings, Record, Sample, Span, Step
 from penstock.runtime import config
 from penstock.tools.bench import planted
 from profiles import data_parallel
 
 SEEDS = 200
+MS = 1_000_000
 
 
 def test_the_right_cause_stands_first() -> None:
@@ -130,7 +131,7 @@ def test_each_backend_is_told_its_way_to_more_streams() -> None:
     for backend, change in (
         ("penstock", "PENSTOCK_STREAMS="),
         ("gloo", "init_process_group('penstock') instead of gloo"),
-        ("nccl", "NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4, if they are not set"),
+        ("nccl", "NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4: 16 connections"),
         ("ucc", "init_process_group('penstock') instead of ucc"),
     ):
         for record in records:
@@ -334,6 +335,78 @@ def test_what_closed_connections_carried_last_is_nobody_elses(foreign: float) ->
     assert len(found) == 2
     for link in found:
         assert link.foreign_bytes_per_s == pytest.approx(foreign * job.link, abs=0.02 * job.link), link
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_second_job_that_begins_late_is_found(seed: int) -> None:
+    """In the last part of the run, while the ranks' connections carry what they did: nothing of that is left out."""
+    given = random.Random(seed)
+    job = planted_records.Job(seed, given, gradient_bytes=6e6, steps=60)
+    records, breakdown = planted_records.played(job)
+    begins, rate = given.uniform(0.6, 0.8), given.uniform(0.4, 0.8) * job.link
+    for record in (each for each in records if each.is_of_host):
+        first, last = record.readings[0].time_ns, record.readings[-1].time_ns
+        for reading in record.readings:
+            more = rate * max(0.0, (reading.time_ns - first) / 1e9 - begins * (last - first) / 1e9)
+            for name in ("nic.eth0.tx_bytes", "nic.eth0.rx_bytes"):
+                reading.values[name] += more
+    for link in measures.Measures(records, breakdown).links:
+        assert link.foreign_bytes_per_s == pytest.approx((1 - begins) * rate, rel=0.15), link
+
+
+def test_half_of_a_run_at_least_is_compared() -> None:
+    """Connections carry in the first tenth alone, and another job in all the rest."""
+    readings = []
+    for at in range(101):
+        own = 1e6 * min(at, 10)
+        totals = {"streams.eth0": own, "nic.eth0": own + 5e5 * max(0, at - 10)}
+        values = {f"{name}.{way}_bytes": value for name, value in totals.items() for way in ("tx", "rx")}
+        readings.append(Readings(at * 10**9, values))
+    [host] = utilisation.hosts([Record(Header(0, 1, "a", 1, 0, 0, {"counters": True}), readings=readings)])
+    start, end = measures._until_closed(host, "eth0", (0, 100 * 10**9))
+    assert start == 0 and end >= 50 * 10**9
+
+
+@pytest.mark.parametrize("count", [1, 4, 16, 32])
+def test_nccl_is_not_told_to_set_what_it_has(count: int) -> None:
+    """16 connections are the most that the two variables make."""
+    job, _ = planted_records.drawn("one-flow cap", 0)
+    job.streams, job.flow_cap = count, job.link / count * 0.3
+    records, breakdown = planted_records.played(job)
+    for record in records:
+        record.header.about["backend"] = "nccl"
+    found = causes.find(records, breakdown)[0]
+    assert found.kind == "flow cap"
+    if count < 16:
+        assert found.settings and found.gain_ns == pytest.approx(found.cost_ns * (1 - max(count / 16, 0.32)), rel=0.2)
+    else:
+        assert not found.settings and found.gain_ns is None and "instead of nccl" in found.change
+
+
+def test_what_has_a_bound_of_its_own_sums_to_the_whole() -> None:
+    """Also where the embeddings' sum, whose waits are a pipeline's bubble, stays within hosts."""
+    sizes = {"pipeline forward-recv": 3, "embedding sync": 5, "tensor": 7}
+    shares = []
+    for rank in range(4):
+        moving = {name: Moving(ms * MS, 2.0 * ms * MS, ms * MS, bytes=ms, operations=ms) for name, ms in sizes.items()}
+        shares.append(Share(rank, 9, 3, 100.0 * MS, {"forward": 55.0 * MS}, moving))
+    records = []
+    for rank in range(4):
+        groups = {"tensor": ("all_reduce", f"t{rank // 2}"), "embedding sync": ("all_reduce", f"e{rank // 2}")}
+        sums = [Operation(name, group, 0, 1, 2, 8, 2, None, what) for what, (name, group) in groups.items()]
+        is_sender = rank < 2
+        sums.append(
+            Operation("send" if is_sender else "recv", "p", 0, 1, 2, 8, 4, (rank + 2) % 4, "pipeline forward-recv")
+        )
+        step = Step(0, 0, 100 * MS)
+        records.append(Record(Header(rank, 4, f"h{rank // 2}", rank, 0, 0), [step], [Sample(0, (), tuple(sums))]))
+    whole = measures.Measures(records, Breakdown(tuple(shares)))
+    parts = whole.by_reach()
+    assert len(parts) == 2
+    for name in ("wire_ns", "exposed_wire_ns", "exposed_wait_ns", "operations", "bytes"):
+        for rank in range(4):
+            total = sum(getattr(part.ranks[rank], name) for part in parts)
+            assert total == pytest.approx(getattr(whole.ranks[rank], name)), (name, rank)
 
 
 def accumulated(passes: int, *, times: int = 1) -> list[Record]:

@@ -45,7 +45,7 @@ def profile(folder: pathlib.Path, *arguments: str, **options: Any) -> subprocess
     ("arguments", "text"),
     [
         ([], "name a script"),
-        (["--read", ".", "train.py"], "name a script"),
+        (["--read", ".", "train.py"], "give a command or --read, not both"),
         (["absent.py"], "there is no script absent.py"),
         (["--", "no-such-command"], "there is no command no-such-command"),
         (["--read", "absent"], "does not exist"),
@@ -54,6 +54,7 @@ def profile(folder: pathlib.Path, *arguments: str, **options: Any) -> subprocess
         (["--period-ms", "9", "here.py"], "10<=x<=1000"),
         (["--read", ".", "--period-ms", "20"], "--period-ms is for a command that runs"),
         (["--html", "a-file/report.html", "here.py"], "cannot write a-file/report.html"),
+        (["--csv", "all", "--json", "./all", "here.py"], "two outputs have the same name"),
         (["--kineto", "a-file/below", "here.py"], "cannot write a-file/below"),
     ],
 )
@@ -371,9 +372,9 @@ def test_the_case_of_the_page(tmp_path: pathlib.Path, root: pathlib.Path) -> Non
     assert "Next: With the penstock backend a step should take" in said, said
     assert "- eth0 of" in said and "a flow gets" in said[: said.index(" Numbers: ")], said
     assert "again, with the penstock backend" in said
-    told = re.search(r"a step takes ([\d.]+) ms instead of ([\d.]+); predicted were ([\d.]+)", said)
+    told = re.search(r"a step takes ([\d.,]+) ms instead of ([\d.,]+); the prediction was ([\d.,]+) ms", said)
     assert told is not None, said
-    took, before, predicted = map(float, told.groups())
+    took, before, predicted = (float(each.replace(",", "")) for each in told.groups())
     assert took < 0.8 * before and predicted < before / 2, said
     assert (tmp_path / "report.html").exists() and any((tmp_path / "penstock-profile-1-applied").glob("rank-*.jsonl"))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.profiling import standing as module
 from penstock.profiling import turns
 from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, SYNC, Moving, Share
-from penstock.profiling.divide import divide, each_step
+from penstock.profiling.divide import divide, each_step, lengths
 from penstock.profiling.intervals import innermost, overlaps, union, without
 from penstock.profiling.phases import marked_waits, phases
 from penstock.profiling.record import Operation, Record, Sample, Span, Step, Wait
@@ -945,7 +945,7 @@ def test_a_rank_that_died_early_leaves_operations_without_partners() -> None:
     alive, dead = breakdown.shares
     assert (alive.steps, dead.steps) == (10, 3) and sums_up(alive) and sums_up(dead)
     assert any("6 of 9 sampled operations of rank 0 have no partners" in problem for problem in breakdown.problems)
-    assert any("fewer steps" in problem for problem in breakdown.problems)
+    assert any("rank 1 recorded 5 steps, others 12" in problem for problem in breakdown.problems)
     moving = alive.communication[SYNC]
     assert moving.exposed_wait_ns == pytest.approx(10 / 3 * MS, abs=2)
     assert moving.exposed_ns == pytest.approx(17 * MS)
@@ -982,7 +982,7 @@ def test_one_record_of_a_larger_job_is_divided_and_said_to_be_one() -> None:
     breakdown = divide(data_parallel(4)[2:3])
     (share,) = breakdown.shares
     assert share.rank == 2 and sums_up(share) and share.communication[SYNC].exposed_ns == pytest.approx(10 * MS)
-    assert any("1 of 4 ranks have a record" in problem for problem in breakdown.problems)
+    assert any("1 of 4 ranks has a record" in problem for problem in breakdown.problems)
     assert any("9 of 9" in problem for problem in breakdown.problems)
 
 
@@ -1007,6 +1007,21 @@ def test_a_long_step_counts_and_is_named() -> None:
     (share,) = breakdown.shares
     assert share.steps == 48 and share.step_ns == pytest.approx((47 + 60) * 10**6 / 48)
     assert any("step 30" in problem and "1 of 48" in problem for problem in breakdown.problems)
+
+
+@pytest.mark.parametrize("does_wait", [True, False])
+def test_a_step_that_another_ranks_profiler_makes_long_is_not_a_long_one(does_wait: bool) -> None:
+    """Rank 1 waits for rank 0, whose profiler takes 600 ms in step 7. Where it does not wait, its step is as long as it is."""
+    records = [Record(header(rank, 2)) for rank in range(2)]
+    now = 0
+    for number in range(20):
+        held_ns = 600 * MS if number == 7 else 0
+        spans = (Span("profiler", now, now + held_ns),) if held_ns else ()
+        records[0].steps.append(Step(number, now, now + held_ns + 78 * MS, spans))
+        records[1].steps.append(Step(number, now, now + held_ns * does_wait + 78 * MS))
+        now += held_ns + 78 * MS
+    assert all(set(own) == {(number, 78 * MS) for number in range(2, 20)} for own in lengths(records).values())
+    assert not any("times the median" in problem for problem in divide(records).problems)
 
 
 def test_a_step_that_the_profiler_makes_long_is_not_a_long_one() -> None:

@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from penstock.profiling.advice import advise
+from penstock.profiling.breakdown import Share
 from penstock.profiling.divide import divide
 from penstock.profiling.predict import BACKEND_UNSURE, INTERLEAVED_UNSURE, Network, Prediction, predict
 from penstock.profiling.record import Event, Header, Operation, Record, Sample, Span, Step, Wait
 from penstock.profiling.replay import Wire, merged, models, run, wires
 from penstock.profiling.schedules import gpipe, interleaved, one_forward_one_backward
+from profiles import data_parallel
 
 SYNC = "data-parallel sync"
 
@@ -501,3 +503,21 @@ def test_interleaved_passes_come_once_and_in_order(ranks: int, stages: int, batc
             assert where[turn._replace(is_forward=True)] <= where[turn._replace(is_forward=False)]
     for order in (gpipe, one_forward_one_backward):
         assert sorted(order(0, ranks, batches)) == sorted(turn for turn in interleaved(1)(0, ranks, batches))
+
+
+@pytest.mark.parametrize("waited_ms", [0.5, 2.0, 200.0])
+def test_without_a_straggler_no_more_is_gained_than_is_waited(waited_ms: float) -> None:
+    """A rank is 30 ms late in the samples, by chance, and in the mean of all steps the other waits for less."""
+    records = data_parallel(2, 12, late_ns={1: 30_000_000})
+    breakdown = divide(records)
+
+    def waiting(share: Share) -> Share:
+        moving = {
+            purpose: dataclasses.replace(one, waited_for=dict.fromkeys(one.waited_for, waited_ms * 1000000.0))
+            for purpose, one in share.communication.items()
+        }
+        return dataclasses.replace(share, communication=moving)
+
+    fewer = dataclasses.replace(breakdown, shares=tuple(map(waiting, breakdown.shares)))
+    [found] = [each for each in advise(records, fewer, everything=True).predictions if each.against == "straggler"]
+    assert found.before_ns - found.after_ns == pytest.approx(min(waited_ms, 30) * 1e6, rel=0.02)

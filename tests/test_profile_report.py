@@ -23,7 +23,7 @@ from penstock.profiling.cause import Cause
 from penstock.profiling.divide import divide
 from penstock.profiling.predict import Prediction
 from penstock.profiling.readers import load
-from penstock.profiling.record import Header, Operation, Readings, Record, Span, Step, Wait
+from penstock.profiling.record import Event, Header, Operation, Readings, Record, Span, Step, Wait
 from penstock.reports import Axis, Bars, Lines, Panel, Picture, Row, Stretch, Table, Timeline, render, timeline
 from penstock.reports.terminal import print_first_screen
 from penstock.tools.profile import report, steps
@@ -238,7 +238,9 @@ def test_a_slower_end_and_pauses_are_seen(ranks: int, count: int) -> None:
         assert all(ms == pytest.approx(planted[int(number)] + 0.01 * rank) for number, ms in drawn.items())
         assert {number for number in range(2, count) if number % 50 == 49} <= set(curve.x)
         assert {10, 20} <= {round(ms) for ms in drawn.values()}
-    assert f"of rank {ranks - 1}, 80" in picture.see and "in the first 10" in picture.see, picture.see
+    assert f"of rank {ranks - 1}, 80" in picture.see and "The median is 10 ms in the first quarter" in picture.see, (
+        picture.see
+    )
     assert ("the shortest and the longest are shown" in picture.how) == (count * min(ranks, 5) > 1_000)
     assert ("Of 7 ranks those 5" in picture.how) == (ranks == 7)
 
@@ -287,10 +289,43 @@ def test_examples_a_second_are_of_all_ranks(tmp_path: pathlib.Path) -> None:
     assert writers.from_json(tmp_path / "b.json") == found
     in_groups = dataclasses.replace(found.shares[0], communication={"tensor": Moving(operations=1)})
     no_loader = dataclasses.replace(found.shares[0], examples=0)
-    for other in (in_groups, no_loader):
+    not_known = dataclasses.replace(
+        found.shares[0], known=0
+    )  # a short run: purposes of operations are not known, either
+    for other in (in_groups, no_loader, not_known):
         unknown = dataclasses.replace(found, shares=(other, found.shares[1]))
         assert unknown.examples_per_s is None and "Examples" not in report.text(unknown, records)
     assert Breakdown(()).examples_per_s is None
+
+
+def test_who_is_stood_still_for_is_named_and_not_who_is_waited_for_beside_work() -> None:
+    """Hidden waits are mostly for rank 0, exposed ones for rank 1; where both are waited for alike none is named."""
+    for exposed, whom in (((1.0, 9.0), ", mostly for rank 1"), ((4.5, 5.5), ""), ((0.0, 0.0), "")):
+        moving = [
+            Moving(exposed_wait_ns=exposed[1] * MS, hidden_wait_ns=0.0, waited_for={1: exposed[1] * MS}),
+            Moving(exposed_wait_ns=exposed[0] * MS, hidden_wait_ns=90 * MS, waited_for={0: (90 + exposed[0]) * MS}),
+        ]
+        shares = [Share(rank, 9, 3, 100.0 * MS, {"forward": 90.0 * MS}, {"x": moving[rank]}) for rank in range(2)]
+        assert report.shown._for_whom(shares) == whom
+
+
+def test_what_ended_a_job_stands_before_its_figures(tmp_path: pathlib.Path) -> None:
+    """On the page above all, the rank that raised first before the one that raised for it; of few steps nothing is made."""
+    records = data_parallel(2, 12)
+    for record, ns, text in zip(
+        records, (9 * 10**9, 8 * 10**9), ("PeerLost: rank 1 is gone", "ValueError:\n  planted\n"), strict=True
+    ):
+        record.events[:] = [Event(ns, "exception", text)]
+    found = divide(records)
+    assert found.failures == (
+        "rank 1 ended with an exception: ValueError: planted",
+        "rank 0 ended with an exception: PeerLost: rank 1 is gone",
+    )
+    page = report.page(found, records)
+    assert list(page.problems) == [f"Problem: {each}." for each in found.failures] and "Mend what" not in page.next.text
+    for record in records:
+        del record.steps[3:]
+    assert report.page(divide(records), records).next.text.startswith("Mend what ended the job")
 
 
 def test_rates_are_differences_of_counters() -> None:
@@ -327,9 +362,11 @@ def test_the_page_says_why_traffic_falls() -> None:
         fallen = utilisation.drops(records, found)
         blocks = report.carried(found, records, fallen)
         told = " ".join(report.text(found, records, fallen=fallen).split())
-        assert ("2 times, explained by checkpoint. The largest: eth0 of h" in told) == bool(pauses), told
+        assert ("2 of these are explained by checkpoint. The largest: eth0 of h" in told) == bool(pauses), told
         if pauses:
-            assert report.text(found, records, fallen=fallen[:1]).count("once: eth0 of h0 for 1.9") == 1
+            assert (
+                report.text(found, records, fallen=fallen[:1]).count("Once the traffic of an interface fell below") == 1
+            )
             assert report.shown.drop(dataclasses.replace(fallen[0], ways=("rx",))).startswith(
                 "eth0 of h0 (received) for"
             )

@@ -17,6 +17,18 @@ from penstock.profiling.utilisation import Host
 SECOND = 1_000_000_000
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_inside_an_interval_is_found_by_halves(seed: int) -> None:
+    """As one finds it by looking at every piece."""
+    given = random.Random(seed)
+    moments = sorted(given.sample(range(1000), 2 * given.randint(0, 40)))
+    pieces = [(a, b, None) for a, b in zip(moments[::2], moments[1::2], strict=True)]
+    for _ in range(50):
+        start, end = sorted(given.sample(range(-50, 1050), 2))
+        expected = sum(max(0, min(b, end) - max(a, start)) for a, b, _ in pieces)
+        assert utilisation._inside(pieces, (start, end)) == expected
+
+
 def test_a_counter_grows_between_any_two_moments() -> None:
     """Evenly between readings, not at all outside; one that was set back goes on; a clock that stands still is left out."""
     host = counted({0: 100, 10: 200, 20: 50, 30: 150})

@@ -262,13 +262,18 @@ def _flow_cap(measures: Measures, links: Sequence[Link], cost_ns: float) -> Caus
         is_known = link.limit is not None and link.limit.is_known
         gain_ns = cost_ns * (1 - max(count / wanted, (link.share or 0.0) / REACHED)) if is_known else None
     settings = {"PENSTOCK_STREAMS": str(wanted)} if wanted > count else {}
-    if measures.backend == "nccl":
+    if measures.backend == "nccl" and count < NCCL_MOST:
         change, settings = " ".join(f"{name}={value}" for name, value in NCCL_SOCKETS.items()), dict(NCCL_SOCKETS)
-        change += ", if they are not set: 16 connections to each peer; or init_process_group('penstock'), which has "
-        change += "several, too, and takes tensors of GPUs through the host's memory"
+        change += (
+            f": {NCCL_MOST} connections to each peer; or init_process_group('penstock'), which has several, too, and "
+        )
+        change += "takes tensors of GPUs through the host's memory"
+        if gain_ns is not None:
+            gain_ns = cost_ns * (1 - max(count / NCCL_MOST, (link.share or 0.0) / REACHED))
     elif not has_settings(measures.backend):
         change = f"init_process_group('penstock') instead of {measures.backend}: it has several streams to each peer"
         settings = {"backend": "penstock"} if measures.backend == "gloo" else {}
+        gain_ns = None if measures.backend == "nccl" else gain_ns
     return Cause(
         "flow cap", "wire", text, change, cost_ns, gain_ns, None, link.host, link.interface, numbers, settings=settings
     )
@@ -335,7 +340,8 @@ def _mbit(bytes_per_s: float) -> str:
 
 MORE_THREADS = {"PENSTOCK_IO_THREADS": "4"}
 NCCL_SOCKETS = {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
-"""What NCCL's guide names for 100 Gbit/s; outside some clouds it has one of each."""
+NCCL_MOST = 16
+"""What NCCL's guide names for 100 Gbit/s, and the connections that makes; outside some clouds it has one of each."""
 QUEUED_OF_WIRE = 0.3
 FOREIGN = 0.1
 """Of a link's limit: headers, acknowledgements and connections that were not seen are some percent."""

@@ -137,16 +137,25 @@ class Breakdown:
     offsets_ns: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """By host: what to add to its clock to get the first host's, and how wrong that may be (`clocks.py`)."""
     problems: tuple[str, ...] = ()
+    """What is missing or does not fit, and what to do."""
     notes: tuple[str, ...] = ()
     """What stands behind the numbers, in sentences, where a reader of another tool's file knows it."""
+    failures: tuple[str, ...] = ()
+    """How the job ended, if not well: the first rank's reason first."""
 
     @property
     def examples_per_s(self) -> float | None:
         """Of all ranks, without what measuring costs. None: some rank's are unknown, or ranks may have the same ones, as those of
-        a tensor-parallel group or of a pipeline."""
+        a tensor-parallel group or of a pipeline, which operations tell."""
         shares = [share for share in self.shares if share.steps]
         purposes = {purpose for share in shares for purpose in share.communication}
         has_groups = any(purpose == "tensor" or purpose.startswith("pipeline") for purpose in purposes)
-        if has_groups or not shares or not all(share.examples and share.unprofiled_ns for share in shares):
+        is_known = len(shares) == 1 or all(share.known for share in shares)
+        if (
+            has_groups
+            or not is_known
+            or not shares
+            or not all(share.examples and share.unprofiled_ns for share in shares)
+        ):
             return None
         return sum(1e9 * share.examples / share.unprofiled_ns for share in shares)

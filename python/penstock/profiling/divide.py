@@ -13,7 +13,7 @@ from penstock.numbers import plural
 from penstock.profiling.between import Kind, Seen, add, told
 from penstock.profiling.breakdown import OTHER, PHASES, PURPOSES, Breakdown, Moving, OneStep, Share
 from penstock.profiling.clocks import WALL_AGREES_NS, Clock, clocks
-from penstock.profiling.complaints import complaints
+from penstock.profiling.complaints import complaints, failures
 from penstock.profiling.intervals import Piece, clipped, overlaps, union, without
 from penstock.profiling.lateness import Beginnings, Key
 from penstock.profiling.matching import Meeting, by_rank, meetings
@@ -23,7 +23,7 @@ from penstock.profiling.remembered import remembered
 from penstock.profiling.standing import Last, flight, standing
 from penstock.profiling.turns import Course, Turns, turns
 
-__all__ = ["OUTLIER", "WARM_UP_STEPS", "counted", "divide", "each_step"]
+__all__ = ["FEW", "OUTLIER", "WARM_UP_STEPS", "counted", "divide", "each_step", "lengths"]
 
 _K = TypeVar("_K")
 
@@ -32,22 +32,26 @@ def divide(records: Sequence[Record]) -> Breakdown:
     """Where the mean step of each rank goes. O(n log n) in what was recorded.
 
     Nothing raises: what is missing or does not fit is left out or guessed as the design page says, and stands in
-    `Breakdown.problems`.
+    `Breakdown.problems`; how the job ended stands in `Breakdown.failures`.
     """
     ranks, problems = by_rank(records)
     if not ranks:
-        return Breakdown((), {}, ("there are no records: did the command record into this folder?",))
+        return Breakdown((), problems=("there are no records: did the command record into this folder?",))
     job = _Job.of(ranks)
     problems += complaints(ranks) + job.said
     shares = []
     beginnings = Beginnings(ranks, job.met, job.clock_of)
+    lengths_of = lengths(ranks)
     for record in ranks:
-        share = _share(record, job.operations(record), beginnings, problems)
+        share = _share(record, job.operations(record), beginnings, lengths_of, problems)
         if share is not None:
             shares.append(share)
     problems += _about_samples(shares) + _about_operations(ranks, job.judged) + _about_clocks(job.clock_of, shares)
     return Breakdown(
-        tuple(shares), {host: clock.offset for host, clock in job.clock_of.items()}, tuple(dict.fromkeys(problems))
+        tuple(shares),
+        {host: clock.offset for host, clock in job.clock_of.items()},
+        tuple(dict.fromkeys(problems)),
+        failures=tuple(failures(ranks)),
     )
 
 
@@ -155,9 +159,15 @@ class _Job:
         return _Operations(record, self.judged.courses.get(rank, {}), self.known.get(rank, {}))
 
 
-def _share(record: Record, operations: _Operations, beginnings: Beginnings, problems: list[str]) -> Share | None:
+def _share(
+    record: Record,
+    operations: _Operations,
+    beginnings: Beginnings,
+    lengths_of: Mapping[int, Sequence[tuple[int, int]]],
+    problems: list[str],
+) -> Share | None:
     rank, steps = record.header.rank, operations.counted
-    problems += _about_steps(record, steps)
+    problems += _about_steps(record, steps, lengths_of.get(rank, []))
     if not steps:
         return None
     samples = {sample.step: sample for sample in record.samples}
@@ -438,10 +448,11 @@ def _resolved(parts: dict[Kind, float], *examples: dict[Kind, float]) -> dict[Ki
     return found
 
 
-def _about_steps(record: Record, steps: list[Step]) -> list[str]:
+def _about_steps(record: Record, steps: list[Step], lengths: Sequence[tuple[int, int]]) -> list[str]:
     """
     Args:
         steps: those that count.
+        lengths: their numbers, and how long they are in ns.
     """
     rank, warm_up, every = record.header.rank, _warm_up(record), len({step.number for step in record.steps})
     problems = []
@@ -456,16 +467,35 @@ def _about_steps(record: Record, steps: list[Step]) -> list[str]:
         )
     if every <= warm_up:
         return problems
-    lengths = [step.end_ns - step.start_ns - profiler_ns(step, step.end_ns) for step in steps]
-    median = statistics.median(lengths)
-    long = [length for length in lengths if length > OUTLIER * median]
+    median = statistics.median(ns for _, ns in lengths)
+    long = [each for each in lengths if each[1] > OUTLIER * median]
     if long:
+        number, longest = max(long, key=lambda each: each[1])
+        part = sum(ns for _, ns in long) / sum(ns for _, ns in lengths)
         problems.append(
             f"{len(long)} of {len(steps)} steps of rank {rank} took more than {OUTLIER} times the median of "
-            f"{median / 1e6:.3f} ms, {100 * sum(long) / sum(lengths):.1f} % of all time; the longest is step "
-            f"{steps[lengths.index(max(long))].number} with {max(long) / 1e6:.3f} ms. The means include them"
+            f"{median / 1e6:.3f} ms, {100 * part:.1f} % of all time; the longest is step {number} with "
+            f"{longest / 1e6:.3f} ms. The means include them"
         )
     return problems
+
+
+def lengths(ranks: Sequence[Record]) -> dict[int, list[tuple[int, int]]]:
+    """By rank: the number and the length in ns of each step that counts, without what torch's profiler takes: since who is held
+    up holds up the others, on the rank where that is longest. No step becomes shorter than the rank's median by it."""
+    longest: dict[int, int] = {}
+    for record in ranks:
+        for step in record.steps:
+            longest[step.number] = max(longest.get(step.number, 0), profiler_ns(step, step.end_ns))
+    found = {}
+    for record in ranks:
+        own = [(step.number, step.end_ns - step.start_ns - profiler_ns(step, step.end_ns)) for step in counted(record)]
+        usual = statistics.median(ns for _, ns in own) if own else 0
+        found[record.header.rank] = [
+            (number, max(min(ns, round(usual)), step.end_ns - step.start_ns - longest[number]))
+            for (number, ns), step in zip(own, counted(record), strict=True)
+        ]
+    return found
 
 
 def counted(record: Record) -> list[Step]:

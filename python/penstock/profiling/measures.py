@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import ipaddress
-import itertools
 import math
 import re
 import statistics
@@ -268,6 +267,7 @@ class Measures:
         host = self._hosts.get(record.header.host) if record is not None else None
         all_ns = sum(one.exposed_wire_ns + one.hidden_wire_ns for one in share.communication.values())
         counts = {purpose: moving for purpose, moving in share.communication.items() if purpose in purposes}
+        without_bubbles = share.without_bubbles
         share, moving = replace(share, communication=counts), counts.values()
         wire_ns = sum(one.exposed_wire_ns + one.hidden_wire_ns for one in moving)
         # A thread moves bytes of all purposes: of these as much as they take of the time on the wire.
@@ -302,7 +302,7 @@ class Measures:
             record.header.host if record is not None else "",
             wire_ns=wire_ns,
             exposed_wire_ns=sum(one.exposed_wire_ns for one in moving),
-            exposed_wait_ns=sum(one.exposed_wait_ns for one in share.without_bubbles.values()),
+            exposed_wait_ns=sum(one.exposed_wait_ns for name, one in without_bubbles.items() if name in counts),
             operations=sum(one.operations for one in moving),
             bytes=sum(one.bytes for one in moving),
             training_queued_ns=queued,
@@ -449,27 +449,26 @@ def _covered(host: Host, names: Sequence[str], window: Interval) -> Interval:
 
 
 def _until_closed(host: Host, interface: str, window: Interval) -> Interval:
-    """The window, up to the last reading of connections that were closed before its end: what they carried after that is in no
-    sum, and would be taken for somebody else's. Then they carry less of what the interface does than before, by half."""
-    start, end = window
+    """The window, up to the last reading of connections that were closed before its end: what they carried after that, for two
+    readings at most, is in no sum, and would be taken for somebody else's. Their sum stands still then, and the interface's does
+    not."""
 
-    def part(start: int, end: int) -> float | None:
-        own, all_of_it = (
-            sum(host.grown(f"{kind}.{interface}.{direction}_bytes", start, end) for direction in ("tx", "rx"))
-            for kind in ("streams", "nic")
-        )
-        return own / all_of_it if all_of_it > 0 else None
+    def rate(kind: str, start: int, end: int) -> float:
+        names = [f"{kind}.{interface}.{direction}_bytes" for direction in ("tx", "rx")]
+        return sum(host.grown(name, start, end) for name in names) / max(1, end - start)
 
-    usual = part(start, end)
     sums = host.counters.get(f"streams.{interface}.tx_bytes")
-    for before, after in reversed(list(itertools.pairwise(sums.times_ns if sums is not None else ()))):
-        if before >= end:
-            continue
-        last = part(before, min(after, end))
-        if usual is None or last is None or last > usual / 2 or before <= (start + end) // 2:
+    readings = [time_ns for time_ns in sums.times_ns if window[0] < time_ns < window[1]] if sums is not None else []
+    found = window
+    for before in reversed(readings[-CLOSING:]):
+        is_still = rate("streams", before, found[1]) < STILL * rate("streams", *window)
+        if not is_still or rate("nic", before, found[1]) < MOVING * rate("nic", *window):
             break
-        end = before
-    return start, end
+        found = window[0], before
+    return found if 2 * (found[1] - found[0]) >= window[1] - window[0] else window
+
+
+CLOSING, STILL, MOVING = 2, 0.1, 0.25
 
 
 def _described(host: Host) -> Iterable[tuple[str, str, str]]:

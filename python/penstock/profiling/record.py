@@ -258,6 +258,7 @@ def read(path: Path, file: Any = None) -> Record:
 
 
 MOST_LINE = 16 << 20
+MOST_VALUE = 1e18
 """Characters of a line. A sample with 10^5 operations has 10^7."""
 
 
@@ -457,8 +458,8 @@ def _watch(given: dict[str, Any]) -> Watch:
 
 def _readings(given: dict[str, Any]) -> Readings:
     values = {checked(name): float(value) for name, value in given["values"].items()}
-    if not all(map(math.isfinite, values.values())):
-        raise ValueError("no number")
+    if not all(abs(value) < MOST_VALUE for value in values.values()):
+        raise ValueError("no number of bytes or seconds")
     return Readings(_time(given["readings"]), values)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.profiling.breakdown import Breakdown
-from penstock.profiling.intervals import Piece, clipped
+from penstock.profiling.intervals import Piece, clipped, union
 from penstock.profiling.record import Interval, Readings, Record
 
 __all__ = [
@@ -312,11 +312,18 @@ def _cause(
     if others and min(others) >= EXPLAINS and waits[least] < min(others) / 2:
         return "slow rank", least
     # DDP waits without a mark.
-    held = {rank: sum(b - a for a, b, _ in clipped(own, *interval)) for rank, own in late.items()}
+    held = {rank: _inside(own, interval) for rank, own in late.items()}
     last = max(held, key=lambda rank: held[rank], default=None)
     if last is not None and held[last] >= EXPLAINS * length:
         return "slow rank", last
     return "", None
+
+
+def _inside(pieces: Sequence[Piece[None]], interval: Interval) -> int:
+    """Of pieces in order, how much is in an interval."""
+    first = bisect.bisect_right(pieces, interval[0], key=lambda piece: piece[1])
+    until = bisect.bisect_left(pieces, interval[1], key=lambda piece: piece[0])
+    return sum(end - start for start, end, _ in clipped(pieces[first:until], *interval))
 
 
 def _late(ranks: Sequence[Record], shifts: dict[str, int]) -> dict[int, list[Piece[None]]]:
@@ -333,7 +340,7 @@ def _late(ranks: Sequence[Record], shifts: dict[str, int]) -> dict[int, list[Pie
         if len(each) == len(ranks) > 1:
             before, last = sorted(each)[-2:]
             found.setdefault(last[1], []).append((before[0], last[0], None))
-    return found
+    return {rank: union(own) for rank, own in found.items()}
 
 
 def _time_in(record: Record, phase: str | None, interval: Interval, shifts: dict[str, int]) -> int:

@@ -90,7 +90,7 @@ def _of(kind: str, paths: Sequence[Path], pipeline_stages: int | None) -> list[R
         return inspector.breakdown(paths)
     if kind == "megatron":
         if len(paths) > 1:
-            raise Config(f"{paths[0].parent} holds several logs: give one of them")
+            raise Config(f"{paths[0].parent} holds several text files, and no records: give the log that is to be read")
         return megatron.breakdown(megatron.read(paths[0]), pipeline_stages)
     raise Config(f"{paths[0]} is {_looks_like(paths[0])}: {WHAT_WE_READ}")
 

@@ -123,7 +123,7 @@ def json(
         "shares": [dataclasses.asdict(share) for share in breakdown.shares],
         "examples_per_s": breakdown.examples_per_s,
         "offsets_ns": {host: list(offset) for host, offset in breakdown.offsets_ns.items()},
-        "problems": list(breakdown.problems),
+        "problems": [*breakdown.failures, *breakdown.problems],
         "notes": list(breakdown.notes),
         "changes": [_change(each) for each in changes],
         "drops": [_drop(each) for each in drops],

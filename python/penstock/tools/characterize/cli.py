@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+TIMEOUT_S = 900.0
+
 
 @click.command("characterize")
 @click.argument("matrix", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
@@ -45,7 +47,7 @@ __all__ = ["command"]
 @click.option(
     "--memory", type=click.IntRange(64), metavar="MIB", help="Also the largest batch of ranks with so much memory."
 )
-@click.option("--timeout", type=float, show_default="900", help="Seconds of one run.")
+@click.option("--timeout", type=float, help=f"Seconds of one run.  [default: {TIMEOUT_S:g}]")
 def command(
     matrix: Path | None,
     output: Path | None,
@@ -125,12 +127,15 @@ def _compare(folders: tuple[Path, Path], html_path: Path | None) -> None:
     before, after = (results.read(folder) for folder in folders)
     table = tables.comparison(before, after)
     if not table.lines:
-        raise click.ClickException("the two folders have no cell in common")
+        keys = [next(iter(sorted({one.cell.key for one in runs})), "none") for runs in (before, after)]
+        raise click.ClickException(f"the two folders have no cell in common: one has {keys[0]}, the other {keys[1]}")
     console = result_console()
     console.print(table.fitted(console.width))
     if differ := tables.unlike({str(folder): runs for folder, runs in zip(folders, (before, after), strict=True)}):
         console.print(differ, markup=False, highlight=False)
-    _write(report.comparison(before, after, *map(str, folders)), html_path, console)
+    told = report.comparison(before, after, *map(str, folders))
+    console.print(f"{told.answer}.", highlight=False)
+    _write(told, html_path, console)
 
 
 def _write(page: Page, path: Path | None, console: Console) -> None:
@@ -185,7 +190,6 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-TIMEOUT_S = 900.0
 LOCK = ".lock"
 """Of a folder of runs. No reader takes it for a run: those end with .json."""
 
@@ -220,7 +224,7 @@ def _run(path: Path, folder: Path, memory: int | None, timeout_s: float) -> list
     if memory is not None and any(cell.launch or cell.device != "cpu" for cell in given.cells):
         text = "--memory limits the memory of processes on this host, and not that of GPUs or of a launch"
         raise click.ClickException(f"{text}: leave it out, or launch and device")
-    if lacking := running.lacks_gpus(given.cells):
+    if lacking := running.lacks_launcher(given.cells) or running.lacks_gpus(given.cells):
         raise click.ClickException(f"{path}: {lacking}")
     folder.mkdir(parents=True, exist_ok=True)
     # Until the command has ended: what it shows at its end is drawn from the records, too.
@@ -244,7 +248,7 @@ def _run(path: Path, folder: Path, memory: int | None, timeout_s: float) -> list
         try:
             outcome = running.run(cell, repeat, steps=given.steps, seed=given.seed, folder=folder, timeout_s=timeout_s)
         except running.RunFailed as error:
-            say(f"it failed, and the others go on: {error}")
+            say(f"it failed: {error}")
             failed.append(Failed(f"{cell.key}, run {repeat + 1}", error))
         else:
             # A folder that cannot be written ends it all.

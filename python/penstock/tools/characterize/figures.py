@@ -35,17 +35,20 @@ def first(cells: Sequence[Means]) -> Picture:
     return Picture("steps", Bars(STEP, bars, _key(chosen)), see, how)
 
 
-def changed(pairs: Sequence[tuple[Means, Means]]) -> Picture:
-    """Steps before and after, of the first few cells."""
+def changed(pairs: Sequence[tuple[Means, Means]], verdict: str) -> Picture:
+    """Steps before and after, of the first few cells.
+
+    Args:
+        verdict: of the first.
+    """
     bars = []
     for old, new in pairs[:FIRST_BARS]:
         for each, label, colour in ((old, "before", "grey-2"), (new, "after", "series-1")):
             heading = f"{each.cell.model}, {each.cell.parallel}, {name(each.cell)}" if each is old else ""
             bars.append(Bar(label, [Part(each.step.value, colour)], f"{each.step.value:.0f} ms", heading=heading))
     old, new = pairs[0]
-    see = (
-        f"A step of {old.cell.model} took {old.step.value:.1f} ms, and now {new.step.value:.1f} ms ({name(old.cell)})."
-    )
+    took = f"A step of {old.cell.model} took {old.step.value:.1f} ms, and now {new.step.value:.1f} ms"
+    see = f"{took} ({name(old.cell)}): {verdict}."
     how = (
         "Bars are means over ranks and runs; cells that have changed come first, the largest change before the others."
     )

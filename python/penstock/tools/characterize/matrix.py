@@ -17,6 +17,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from penstock.errors import Config
+from penstock.numbers import plural
 from penstock.texts import harmless
 
 __all__ = ["Cell", "Matrix", "read"]
@@ -71,7 +72,8 @@ class Cell:
         replicas = 1 if self.parallel == "pipeline" else self.ranks
         micro = self.micro_batch or self.batch // replicas
         if micro < 1 or self.batch % (micro * replicas):
-            return f"a batch of {self.batch} is no multiple of {max(micro, 1)} sequences on each of {replicas} replicas"
+            each = f"in micro-batches of {self.micro_batch}" if self.micro_batch else "equally"
+            return f"a batch of {self.batch} cannot be shared {each} by {plural(replicas, 'replica')}"
         if self.parallel == "pipeline" and self.ranks < 2:
             return "a pipeline needs two ranks or more"
         if self.transport == "shm" and self.link_mbit:
@@ -161,7 +163,7 @@ def read(path: Path, models: Sequence[str]) -> Matrix:
         raise Config(f"{path}: a matrix has keys, at least `models`, or `runs` with a list of products")
     unknown = set(given) - set(_FIELDS) - set(_WHOLE) - {"runs"}
     if unknown:
-        raise Config(f"{path}: nobody knows {', '.join(sorted(map(_name, unknown)))}; keys are {_keys()}")
+        raise Config(f"{path}: unknown {', '.join(sorted(map(_name, unknown)))}; keys are {_keys()}")
     whole = {}
     for name, usual in _WHOLE.items():
         value = given.get(name, usual)
@@ -175,8 +177,10 @@ def read(path: Path, models: Sequence[str]) -> Matrix:
     runs = 0
     for number, product in enumerate(products, 1):
         where = f"{path}: run {number}" if "runs" in given else str(path)
-        if not isinstance(product, dict) or set(product) - set(_FIELDS):
-            raise Config(f"{where}: a product has keys of {', '.join(_FIELDS)}")
+        unknown = set(product) - set(_FIELDS) if isinstance(product, dict) else set()
+        if not isinstance(product, dict) or unknown:
+            what = f"unknown {', '.join(sorted(map(_name, unknown)))}" if unknown else "no keys"
+            raise Config(f"{where}: {what}; keys are {', '.join(_FIELDS)}")
         common = {name: value for name, value in given.items() if name in _FIELDS}
         lists = _lists({**common, **product}, where)
         # Before anything is made of them: a short file can be the product of long lists.
@@ -221,7 +225,10 @@ def _cells(lists: dict[str, list[Any]], where: str, models: Sequence[str]) -> li
                 f"{where}: transports has {_told(transport)}; there are gloo, tcp, tcp-1 to tcp-64, shm, aggregated, nccl"
             )
     for launch in lists["launch"]:
-        if wrong := _wrong_launch(launch):
+        wrong = _wrong_launch(launch)
+        if launch and not wrong and "{ranks}" not in launch and len(lists["ranks"]) > 1:
+            wrong = "without {ranks}, which several numbers of ranks need"
+        if wrong:
             raise Config(f"{where}: launch has {_told(launch)}, {wrong}")
     made = []
     for product in itertools.product(*lists.values()):

@@ -64,14 +64,19 @@ def comparison(before: Sequence[Outcome], after: Sequence[Outcome], old: str, ne
     slower, faster = (sum(each.verdict == verdict for each in found) for verdict in ("slower", "faster"))
     clearest = sorted(found, key=lambda each: (each.verdict not in ("slower", "faster"), -abs(each.difference.change)))
     first = clearest[0]
+    answer = f"Steps of {slower} of {plural(len(found), 'cell')} are slower, of {faster} faster"
+    next_step = Next(
+        "Look into a run of the first cell above.",
+        f"penstock profile --read {new}/{first.new.cell.key}.{first.new.runs[0].repeat} --html run.html",
+    )
+    if not slower and not faster:
+        answer = f"No cell has changed beyond what runs differ by ({len(found)} compared)"
+        next_step = Next("Where a smaller change matters, give both matrices more repeats.")
     return Page(
         kind="penstock characterize --compare",
-        answer=f"Steps of {slower} of {plural(len(found), 'cell')} are slower, of {faster} faster",
-        picture=figures.changed([(each.old, each.new) for each in clearest]),
-        next=Next(
-            "Look into a run of the first cell above.",
-            f"penstock profile --read {new}/{first.new.cell.key}.{first.new.runs[0].repeat} --html run.html",
-        ),
+        answer=answer,
+        picture=figures.changed([(each.old, each.new) for each in clearest], first.verdict),
+        next=next_step,
         setting=f"{old} beside {new}. {unlike({old: before, new: after})}".strip(),
         sections=[Section("In numbers", [tables.comparison(before, after)])],
     )

@@ -38,6 +38,7 @@ __all__ = [
     "environment_of",
     "fits",
     "lacks_gpus",
+    "lacks_launcher",
     "run",
 ]
 
@@ -109,7 +110,7 @@ def run(cell: Cell, repeat: int, *, steps: int, seed: int, folder: Path, timeout
         for path in folder.glob(f"{glob.escape(cell.key)}.{repeat}.checkpoint-*.pt"):
             path.unlink()
     if code != 0:
-        raise RunFailed(f"{cell.key} ended with status {code}; it said:\n{said[-_MOST_SAID:]}")
+        raise RunFailed(f"it ended with status {code}; it said:\n{said[-_MOST_SAID:]}")
     from penstock.profiling.readers import load
     from penstock.profiling.writers import from_json
 
@@ -120,12 +121,11 @@ def run(cell: Cell, repeat: int, *, steps: int, seed: int, folder: Path, timeout
         outcome = outcome_of(cell, repeat, breakdown, carried(found))
         if cell.launch and len(breakdown.shares) != cell.ranks:
             text = f"{cell.launch!r} has started or recorded {plural(len(breakdown.shares), 'rank')} instead of {cell.ranks}"
-            raise RunFailed(
-                f"{text}: each needs RANK, WORLD_SIZE and the others as torchrun sets them, and the folder {folder}"
-            )
+            needs = f"RANK, WORLD_SIZE and the others as torchrun sets them, and to be able to write into {folder}"
+            raise RunFailed(f"{text}: each needs {needs}")
         fallen = counted_drops(drops(found, breakdown))
     except PenstockError as error:
-        raise RunFailed(f"{cell.key}: {error}") from error
+        raise RunFailed(str(error)) from error
     finally:
         table.unlink(missing_ok=True)
     problems = tuple(dict.fromkeys([*outcome.problems, *complaints_of(said)]))
@@ -149,6 +149,15 @@ def lacks_gpus(cells: Sequence[Cell]) -> str:
     if there >= needed:
         return ""
     return f"device cuda needs {plural(needed, 'GPU')} on this host, and torch finds {there or 'none'}"
+
+
+def lacks_launcher(cells: Sequence[Cell]) -> str:
+    """Which launch has no command on this host, or nothing."""
+    for launch in dict.fromkeys(cell.launch for cell in cells if cell.launch):
+        program = shlex.split(launch)[0]
+        if shutil.which(program) is None:
+            return f"launch {launch!r}: there is no command {program} on this host"
+    return ""
 
 
 def complaints_of(said: str) -> list[str]:

@@ -81,7 +81,9 @@ def command(
               penstock profile -- torchrun --nproc-per-node 2 train.py
               penstock profile --read penstock-profile-1 --html report.html
     """
-    if bool(arguments) == (read is not None):
+    if arguments and read is not None:
+        raise click.UsageError("give a command or --read, not both: --read runs nothing")
+    if not arguments and read is None:
         raise click.UsageError("name a script, a command behind --, or what to --read")
     if pipeline_stages is not None and read is None:
         raise click.UsageError("--pipeline-stages is for a log that is --read")
@@ -92,6 +94,9 @@ def command(
     if html is not None:
         need("penstock profile --html", "matplotlib")
     wanted = {"html": html, "perfetto": perfetto, "kineto": kineto, "csv": csv, "json": json}
+    named = [path.absolute() for path in wanted.values() if path is not None]
+    if len(set(named)) < len(named):
+        raise click.UsageError("two outputs have the same name, and one would take the other's place")
     try:
         if read is not None:
             from penstock.profiling.readers import load
@@ -117,12 +122,12 @@ def command(
         raise click.ClickException(harmless(str(error))) from error
     try:
         records = _load(folder)
-        said = [*_ended(code), *run.complaints(folder, records)]
-        advice = _tell(records, wanted, link_mbit, said) if records else None
+        ended, said = _ended(code), run.complaints(folder, records)
+        advice = _tell(records, wanted, link_mbit, ended, said) if records else None
         if records:
             click.echo(f"the records are in {folder} (penstock profile --read {folder})")
         else:
-            for text in said:
+            for text in [*ended, *said]:
                 _say(text)
             if output is None:
                 _remove_empty(folder)
@@ -186,7 +191,7 @@ def _apply(
     not_made = run.not_made(again, best.settings)
     found = _load(again)
     breakdown = divide(found)
-    for text in [*run.complaints(again, found), *(breakdown.problems if found else ())]:
+    for text in [*breakdown.failures, *run.complaints(again, found), *(breakdown.problems if found else ())]:
         _say(text)
     took, before = mean_step_ns(breakdown), mean_step_ns(divide(records))
     if code != 0 or not took:
@@ -198,17 +203,17 @@ def _apply(
         text = f"the script left no place for the change ({why}), so {times}"
         _say(f"{text}; the records are in {again}")
         return code
-    times = f"a step takes {took / 1e6:.1f} ms instead of {before / 1e6:.1f}"
+    times = f"a step takes {took / 1e6:,.1f} ms instead of {before / 1e6:,.1f}"
     if best.prediction is None:
         rule = f" (its rule expected {best.gain_ns / 1e6:.1f} ms less, at most)" if best.gain_ns is not None else ""
-        click.echo(f"{times}; no gain was predicted{rule}")
+        click.echo(f"{times}; its gain had not been predicted{rule}")
         return code
     # The prediction is of sampled steps, in which torch's profiler ran: its ratio is what counts.
     after = before / best.prediction.gain
     miss = after / took - 1
     click.echo(
-        f"{times}; predicted were {after / 1e6:.1f} ±{100 * best.prediction.error:.0f} %, "
-        f"{abs(miss):.1%} too {'many' if miss > 0 else 'few'}"
+        f"{times}; the prediction was {after / 1e6:,.1f} ms (±{100 * best.prediction.error:.0f} %), "
+        f"{100 * abs(miss):.1f} % too {'high' if miss > 0 else 'low'}"
     )
     return code
 
@@ -242,11 +247,12 @@ def _tell(
     found: Sequence[Record] | Breakdown,
     wanted: dict[str, Path | None],
     link_mbit: float | None,
+    ended: Sequence[str] = (),
     said: Sequence[str] = (),
 ) -> Advice:
     """
     Args:
-        said: what is known of the run that no record holds.
+        ended, said: how the command ended, if not well, and what else is known of the run that no record holds.
     """
     from penstock.profiling import writers
     from penstock.profiling.advice import advise
@@ -260,16 +266,18 @@ def _tell(
     if link_mbit is not None:
         records = with_links(records, link_mbit * 1e6 / 8)
     breakdown = found if isinstance(found, Breakdown) else divide(records)
-    breakdown = replace(breakdown, problems=(*said, *breakdown.problems))
+    breakdown = replace(breakdown, failures=(*breakdown.failures, *ended), problems=(*said, *breakdown.problems))
     advice = advise(records, breakdown)
     fallen = drops(records, breakdown)
+    for failure in breakdown.failures:
+        _say(failure)
     click.echo(text(breakdown, records, advice, fallen), nl=False)
     for problem in breakdown.problems:
         _say(problem)
     used = groups(records, breakdown, MOST_LINES) if wanted["csv"] or wanted["json"] else []
     if wanted["csv"]:
         writers.csv(breakdown, wanted["csv"])
-        if wanted["csv"].is_file():  # beside /dev/stdout is no place for a file
+        if Path("/dev") not in wanted["csv"].absolute().parents:  # beside /dev/stdout is no place for a file
             if records:
                 writers.steps_csv(each_step(records), wanted["csv"].with_name(f"{wanted['csv'].stem}-steps.csv"))
             if used:

@@ -12,6 +12,7 @@ from penstock.numbers import duration, plural, share
 from penstock.profiling import utilisation
 from penstock.profiling.advice import Advice, Change
 from penstock.profiling.breakdown import MEASURING, OTHER, Breakdown, Share
+from penstock.profiling.divide import FEW
 from penstock.profiling.record import Record
 from penstock.profiling.utilisation import Drop
 from penstock.reports import (
@@ -99,13 +100,18 @@ def first_screen(breakdown: Breakdown, records: Sequence[Record], advice: Advice
     what the largest part suggests."""
     shares = [each for each in breakdown.shares if each.steps]
     best = _best(advice)
+    next_step = following(breakdown, shares) if best is None else _as_next(best)
+    if breakdown.failures and max((each.steps for each in shares), default=0) < FEW:
+        next_step = Next("Mend what ended the job: figures of so few steps say little.")
     return Page(
         kind="penstock profile",
         answer=shown.answer(breakdown),
         picture=bars("step", shares, FIRST_BARS) if shares else sums(breakdown),
-        next=following(breakdown, shares) if best is None else _as_next(best),
+        next=next_step,
         setting=setting(breakdown, shares, records),
-        problems=() if breakdown.shares else tuple(f"Problem: {each}" for each in breakdown.problems),
+        problems=[
+            f"Problem: {each}." for each in (*breakdown.failures, *(() if breakdown.shares else breakdown.problems))
+        ],
     )
 
 
@@ -187,9 +193,7 @@ def following(breakdown: Breakdown, shares: Sequence[Share]) -> Next:
     loading = sum(each.work.get("loading", 0.0) for each in shares)
     most = max(wire, waits, loading)
     if most < 0.05 * step:
-        return Next(
-            "Look at the operators: this step is computation.", "penstock profile --read FOLDER --perfetto trace.json"
-        )
+        return Next("Look at the operators: this step is computation. A trace (--perfetto) shows them.")
     if most == loading:
         return Next("Loading is the largest loss: give the loader more workers.", "DataLoader(..., num_workers=4)")
     if most == waits:

@@ -101,9 +101,12 @@ def fallen(drops: Sequence[Drop]) -> str:
     if not drops:
         return ""
     largest = max(drops, key=lambda each: (1 - each.share) * (each.interval[1] - each.interval[0]))
-    causes = ", ".join(sorted({each.cause for each in drops if each.cause})) or "nothing that is known"
-    often = f"{len(drops)} times, explained by {causes}. The largest:" if len(drops) > 1 else "once:"
-    return f"Interfaces carry less than half of what they mostly do {often} {drop(largest)}."
+    what = "the traffic of an interface fell below half of its usual rate"
+    if len(drops) == 1:
+        return f"Once {what}: {drop(largest)}."
+    explained = [each.cause for each in drops if each.cause]
+    causes = f" by {', '.join(sorted(set(explained)))}" if explained else ""
+    return f"{len(drops)} times {what}; {len(explained)} of these are explained{causes}. The largest: {drop(largest)}."
 
 
 def drop(one: Drop, since: str = "") -> str:
@@ -256,13 +259,12 @@ def _told(purpose: str) -> str:
 
 
 def _for_whom(shares: Sequence[Share]) -> str:
-    """The rank that others wait for, if it is one."""
-    waited = _waited(shares)
-    whole = sum(waited.values())
-    if not whole or len(waited) < 1:
+    """The rank that others stand still for, if it is one."""
+    waited = _waited(shares, is_exposed=True)
+    most = max(waited, key=waited.__getitem__, default=None)
+    if most is None or waited[most] <= MOSTLY * sum(waited.values()):
         return ""
-    most = max(waited, key=waited.__getitem__)
-    return f", mostly for rank {most}" if waited[most] > 0.5 * whole else ""
+    return f", mostly for rank {most}"
 
 
 def examples(breakdown: Breakdown) -> str:
@@ -436,13 +438,16 @@ def _of(one: Share, purpose: str) -> Moving:
     return one.communication.get(purpose, NOTHING)
 
 
-def _waited(shares: Sequence[Share]) -> dict[int, float]:
+def _waited(shares: Sequence[Share], *, is_exposed: bool = False) -> dict[int, float]:
+    """By the rank that came last; exposed and hidden, of which for each rank the same part is exposed."""
     found: dict[int, float] = {}
     for each in shares:
         for moved in each.communication.values():
+            both = moved.exposed_wait_ns + moved.hidden_wait_ns
+            part = moved.exposed_wait_ns / both if is_exposed and both > 0 else 1.0
             for rank, time in moved.waited_for.items():
-                if time > 0:
-                    found[rank] = found.get(rank, 0.0) + time
+                if time * part > 0:
+                    found[rank] = found.get(rank, 0.0) + time * part
     return found
 
 
@@ -471,6 +476,7 @@ UNITS: tuple[tuple[str, Callable[[float], str]], ...] = (
 )
 """In the names of a cause's numbers. The first that fits."""
 FEW, MOST_WAITED, FIRST_CAUSES = 4, 5, 3
+MOSTLY = 0.6
 HOW_TOLD = "computed: with an error by running sampled steps again, else by what a cause's rule compared; - where neither tells"
 WHOLE = "whole step"
 LEAST = 0.005

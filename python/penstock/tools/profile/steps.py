@@ -9,10 +9,10 @@ from typing import NamedTuple
 from penstock.numbers import duration
 from penstock.profiling.breakdown import OTHER, Breakdown
 from penstock.profiling.clocks import Clock, clocks
-from penstock.profiling.divide import counted
+from penstock.profiling.divide import lengths as lengths_of
 from penstock.profiling.intervals import overlaps, union, without
 from penstock.profiling.matching import by_rank, meetings
-from penstock.profiling.phases import marked_waits, phases, profiler_ns
+from penstock.profiling.phases import marked_waits, phases
 from penstock.profiling.record import Record
 from penstock.profiling.standing import flight, standing
 from penstock.profiling.turns import turns
@@ -57,15 +57,11 @@ def rates(records: Sequence[Record], breakdown: Breakdown) -> list[Rates]:
 def lengths(records: Sequence[Record]) -> Picture | None:
     """How long each step takes, by its number; None for fewer than two steps."""
     every, _ = by_rank(records)
-    # Who is held up holds up the others.
-    profiler: dict[int, int] = {}
-    for record in every:
-        for step in record.steps:
-            profiler[step.number] = max(profiler.get(step.number, 0), profiler_ns(step, step.end_ns))
     found: dict[int, list[tuple[int, int]]] = {}
     left_out = 0
+    of = lengths_of(every)
     for record in every:
-        own = [(step.number, max(0, step.end_ns - step.start_ns - profiler[step.number])) for step in counted(record)]
+        own = of[record.header.rank]
         sampled = {sample.step for sample in record.samples}
         plain = [each for each in own if each[0] not in sampled]
         if 2 * len(plain) >= len(own):  # a trace of another tool may have nothing but samples
@@ -91,11 +87,11 @@ def lengths(records: Sequence[Record]) -> Picture | None:
         f"{duration(longest / 1e9)}."
     )
     first, last = (
-        statistics.median(ns for own in found.values() for _, ns in own[quarter(len(own))])
-        for quarter in (lambda count: slice(-(-count // 4)), lambda count: slice(count - -(-count // 4), None))
+        statistics.median(ns for own in found.values() for _, ns in own[a * len(own) // 4 : b * len(own) // 4] or own)
+        for a, b in ((0, 1), (3, 4))
     )
     if abs(last - first) > CHANGED * first:
-        see += f" In the last quarter of them it takes {duration(last / 1e9)}, in the first {duration(first / 1e9)}."
+        see += f" The median is {duration(first / 1e9)} in the first quarter of them, and {duration(last / 1e9)} in the last."
     how = ["Without what torch's profiler takes, on the rank that it holds up most."]
     if left_out:
         how.append("Sampled steps, which it makes longer, are left out.")
