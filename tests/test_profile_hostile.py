@@ -264,7 +264,6 @@ def limited(program: str, *arguments: str) -> str:
 READ = """
 import sys, pathlib
 from penstock.errors import Config
-from penstock.profiling.divide import divide
 from penstock.profiling.readers import load
 try:
     found = load(pathlib.Path(sys.argv[1]))

@@ -18,7 +18,7 @@ import planted_records
 import profiled
 from penstock.profiling import causes, utilisation, writers
 from penstock.profiling.advice import Advice
-from penstock.profiling.breakdown import PHASES, PURPOSES, Breakdown, Moving, Share
+from penstock.profiling.breakdown import PHASES, PURPOSES, SYNC, Breakdown, Moving, Share
 from penstock.profiling.cause import Cause
 from penstock.profiling.divide import divide
 from penstock.profiling.predict import Prediction
@@ -326,6 +326,17 @@ def test_what_ended_a_job_stands_before_its_figures(tmp_path: pathlib.Path) -> N
     for record in records:
         del record.steps[3:]
     assert report.page(divide(records), records).next.text.startswith("Mend what ended the job")
+
+
+def test_a_purpose_of_which_nothing_is_known_has_no_line() -> None:
+    found = Breakdown(
+        (Share(0, 9, 3, 100.0 * MS, {"forward": 99.0 * MS}, {SYNC: Moving(1.0 * MS), "other": Moving()}),)
+    )
+    assert [line.cells[0] for line in report.shown.communication(found).lines] == [SYNC]
+    nothing = dataclasses.replace(
+        found, shares=(dataclasses.replace(found.shares[0], communication={"other": Moving()}),)
+    )
+    assert [line.cells[0] for line in report.shown.communication(nothing).lines] == ["none was seen"]
 
 
 def test_rates_are_differences_of_counters() -> None:

@@ -348,16 +348,10 @@ def communication(breakdown: Breakdown) -> Table:
             for name in ("exposed_wire_ns", "exposed_wait_ns", "hidden_wire_ns", "hidden_wait_ns")
         ]
         operations, size_bytes = _mean(each.operations for each in moved), _mean(each.bytes for each in moved)
-        lines.append(
-            Line(
-                [
-                    purpose,
-                    *("-" if in_unit.text(each) == NO_TIME else in_unit.text(each) for each in means),
-                    f"{operations:.3g}" if operations else "-",
-                    size(size_bytes) if size_bytes else "-",
-                ]
-            )
-        )
+        cells = ["-" if in_unit.text(each) == NO_TIME else in_unit.text(each) for each in means]
+        cells += [f"{operations:.3g}" if operations else "-", size(size_bytes) if size_bytes else "-"]
+        if set(cells) != {"-"}:
+            lines.append(Line([purpose, *cells]))
     if not lines:
         lines = [Line(["none was seen", *["-"] * 6])]
     return Table("Communication, mean of a rank and step", columns, lines)
