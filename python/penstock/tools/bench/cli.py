@@ -9,6 +9,7 @@ from penstock.tools.bench import (
     causes,
     endpoints,
     figures,
+    monitoring,
     pauses,
     planner,
     predictions,
@@ -19,7 +20,6 @@ from penstock.tools.bench import (
     training,
     tuner,
     urgency,
-    watching,
 )
 from penstock.tools.bench.aggregated import command as aggregated
 from penstock.tools.bench.collectives import COLLECTIVES
@@ -60,6 +60,6 @@ for _name, _subject in {
     "recording": recording,
     "breakdown": breakdown,
     "causes": causes,
-    "watching": watching,
+    "monitoring": monitoring,
 }.items():
     command.add_command(_subject.command, _name)

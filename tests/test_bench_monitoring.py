@@ -1,4 +1,4 @@
-"""`penstock bench watching`: a run of it, and what it makes of what ranks say."""
+"""`penstock bench monitoring`: a run of it, and what it makes of what ranks say."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from penstock.tools.bench import watching
+from penstock.tools.bench import monitoring
 from penstock.tools.bench.launcher import BenchError
 
 
 def test_all_that_watches_is_measured() -> None:
-    rows = watching.measure("char-gpt", ranks=2, seconds=3, period_ms=20, timeout_s=120, warm_up_s=1)
+    rows = monitoring.measure("char-gpt", ranks=2, seconds=3, period_ms=20, timeout_s=120, warm_up_s=1)
     assert sorted((row.what, row.rank) for row in rows if row.rank is not None) == [
         ("live view: looks", 0),
         ("live view: looks", 1),
@@ -32,8 +32,8 @@ def test_shares_are_of_the_time() -> None:
         {"rank": 1, "steps": 50, "ns": 2 * 10**9, "watchers": {"penstock-live": 2 * 10**6}},
     ]
     with pytest.raises(BenchError, match="nothing was measured of: counters of a host"):
-        watching.summarise(said)
+        monitoring.summarise(said)
     said[0]["watchers"] |= {"counters": 8 * 10**6}
-    rows = watching.summarise(said)
+    rows = monitoring.summarise(said)
     assert [(row.share, row.steps_per_s) for row in rows] == [(0.002, 25), (0.0005, 25), (0.004, 25), (0.001, 25)]
-    assert [line.cells[2] for line in watching.table(rows).lines] == ["0.20%", "0.05%", "0.40%", "0.10%"]
+    assert [line.cells[2] for line in monitoring.table(rows).lines] == ["0.20%", "0.05%", "0.40%", "0.10%"]

@@ -1,4 +1,4 @@
-"""``penstock bench watching``: what the live view and the counters of `penstock profile` take of a processor.
+"""``penstock bench monitoring``: what the live view and the counters of `penstock profile` take of a processor.
 
 A training with the live view, a viewer of its events, and the process that reads counters beside it. Time is the kernel's count
 of each thread. The targets are 0.5 % of a core for the live view, and little beside a step for the counters.
@@ -67,7 +67,7 @@ def measure(
     options = {"model": model, "seconds": seconds, "warm_up_s": warm_up_s, "period_ms": period_ms}
     with Loopback(hosts=1) as bed:
         env = {"PENSTOCK_LIVE": "0"}
-        said = run_program(bed, "watching_rank", options, what=model, ranks=ranks, timeout_s=timeout_s, env=env)
+        said = run_program(bed, "monitoring_rank", options, what=model, ranks=ranks, timeout_s=timeout_s, env=env)
     return summarise([each for own in said for each in own])
 
 
@@ -75,7 +75,7 @@ def summarise(said: Sequence[Mapping[str, Any]]) -> list[Row]:
     """What the ranks said, in rows. Pure."""
     rows = [
         Row(
-            WATCHERS[name],
+            MONITORS[name],
             each["rank"] if name != COUNTERS else None,
             ns / each["ns"],
             each["steps"] / each["ns"] * 1e9,
@@ -83,7 +83,7 @@ def summarise(said: Sequence[Mapping[str, Any]]) -> list[Row]:
         for each in said
         for name, ns in each["watchers"].items()
     ]
-    missing = [what for name, what in WATCHERS.items() if not any(row.what == what for row in rows)]
+    missing = [what for name, what in MONITORS.items() if not any(row.what == what for row in rows)]
     if missing:
         raise BenchError(f"nothing was measured of: {', '.join(missing)}")
     return rows
@@ -100,11 +100,11 @@ def table(rows: Sequence[Row]) -> Table:
         Line([row.what, "" if row.rank is None else str(row.rank), f"{row.share:.2%}", f"{row.steps_per_s:.1f}"])
         for row in rows
     ]
-    return Table("What watching takes", columns, lines, note="Target of the live view: 0.5 %.")
+    return Table("What monitoring takes", columns, lines, note="Target of the live view: 0.5 %.")
 
 
 COUNTERS = "counters"
-WATCHERS = {
+MONITORS = {
     "penstock-live": "live view: looks",
     "penstock-live-http": "live view: serves",
     COUNTERS: "counters of a host",

@@ -1,4 +1,4 @@
-"""One rank of `penstock bench watching`: it trains, and rank 0 also starts a viewer and the process that reads counters.
+"""One rank of `penstock bench monitoring`: it trains, and rank 0 also starts a viewer and the process that reads counters.
 
 Standard output takes one JSON object a rank.
 """
@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.live.found import found
+from penstock.tools.bench.monitoring import COUNTERS, MONITORS
 from penstock.tools.bench.program import say
 from penstock.tools.bench.training_rank import MODELS
-from penstock.tools.bench.watching import COUNTERS, WATCHERS
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def _used(watchers: list[subprocess.Popen[bytes]]) -> dict[str, int]:
     used = {
         thread.name: _ran_ns(f"self/task/{thread.native_id}")
         for thread in threading.enumerate()
-        if thread.name in WATCHERS
+        if thread.name in MONITORS
     }
     if watchers:
         used[COUNTERS] = _ran_ns(str(watchers[0].pid))
