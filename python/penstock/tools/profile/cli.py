@@ -31,8 +31,8 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     "--read",
     "read",
     type=click.Path(exists=True, path_type=Path),
-    help="Run nothing: tell from a folder of records, a trace of torch.profiler (Kineto) or a folder with one for each rank, a log of "
-    "Megatron-LM, or files of NCCL's inspector (JSONL).",
+    help="Run nothing: tell from a folder of records, a trace of torch.profiler (Kineto) or a folder with one for each rank, a "
+    "log of Megatron-LM, or files of NCCL's inspector (JSONL).",
 )
 @click.option("--pipeline-stages", type=click.IntRange(1), help="Of a log of Megatron-LM that does not say.")
 @click.option(
