@@ -216,7 +216,8 @@ def pipeline(stages: int, ranks: int, steps: int, draw: random.Random, micro_bat
 def said(folder: pathlib.Path) -> str:
     """What the command says of the run that it recorded there: once, since that takes the recorder's marks away."""
     records = cli._load(folder)
-    return "\n".join([*run.complaints(folder, records), *(divide(records).problems if records else ())])
+    found = divide(records) if records else Breakdown(())
+    return "\n".join([*found.failures, *run.complaints(folder, records), *found.problems])
 
 
 def _ended(record: Record) -> Record:

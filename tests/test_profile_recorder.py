@@ -437,7 +437,8 @@ def fresh(tmp_path: pathlib.Path, *command: str, **more: str) -> tuple[int, path
         "code = run.run(sys.argv[2:], folder)\n"
         "from penstock.tools.profile.cli import _load\n"
         "records = _load(folder)\n"
-        "print(*run.complaints(folder, records), *divide(records).problems, sep='\\n')\n"
+        "found = divide(records)\n"
+        "print(*found.failures, *run.complaints(folder, records), *found.problems, sep='\\n')\n"
         "sys.exit(code)"
     )
     env = {**os.environ, "READINGS": str(tmp_path), "OMP_NUM_THREADS": "1", **more}
