@@ -116,6 +116,19 @@ def test_what_a_header_says_of_its_job_is_not_believed(tmp_path: pathlib.Path, j
     assert told.exit_code in (0, 1) and isinstance(told.exception, (SystemExit, type(None))), told.exception
 
 
+@pytest.mark.parametrize("value", ["1e300", "-1e18", "1e18", "NaN", "Infinity", "1e999"])
+def test_counters_that_count_nothing_are_left_out(tmp_path: pathlib.Path, value: str) -> None:
+    """Their sums and rates would be no numbers, and pictures cannot have such axes."""
+    header = record.line(record.Header(0, 1, "a", 1, 0, 0, {"counters": True}))
+    lines = [
+        f'{{"readings":{at},"values":{{"nic.e.rx_bytes":{each}}}}}\n' for at, each in ((1, "7"), (2, value), (3, "9"))
+    ]
+    path = tmp_path / "host-a.jsonl"
+    path.write_text("".join([header, *lines]))
+    found = record.read(path)
+    assert [list(each.values.values()) for each in found.readings] == [[7], [9]] and len(found.problems) == 1
+
+
 @pytest.mark.parametrize("joined", ["whole", "within a line"])
 def test_a_second_record_in_a_file_is_left_out(tmp_path: pathlib.Path, joined: str) -> None:
     """Two ranks' files in one, also behind a first that ends within a line: what is read is of the first rank alone, and the

@@ -375,6 +375,9 @@ def test_the_page_says_why_traffic_falls() -> None:
         told = " ".join(report.text(found, records, fallen=fallen).split())
         assert ("2 of these are explained by checkpoint. The largest: eth0 of h" in told) == bool(pauses), told
         if pauses:
+            unknown = [dataclasses.replace(each, cause="", rank=None) for each in fallen]
+            assert "; 1 of these is explained by checkpoint. The" in report.shown.fallen([fallen[0], *unknown])
+            assert "; none of these are explained. The largest" in report.shown.fallen(unknown)
             assert (
                 report.text(found, records, fallen=fallen[:1]).count("Once the traffic of an interface fell below") == 1
             )

@@ -273,7 +273,10 @@ def _flow_cap(measures: Measures, links: Sequence[Link], cost_ns: float) -> Caus
     elif not has_settings(measures.backend):
         change = f"init_process_group('penstock') instead of {measures.backend}: it has several streams to each peer"
         settings = {"backend": "penstock"} if measures.backend == "gloo" else {}
-        gain_ns = None if measures.backend == "nccl" else gain_ns
+        if (
+            measures.backend == "nccl"
+        ):  # with as many connections as it can have: nothing tells what another backend gains
+            gain_ns = None
     return Cause(
         "flow cap", "wire", text, change, cost_ns, gain_ns, None, link.host, link.interface, numbers, settings=settings
     )

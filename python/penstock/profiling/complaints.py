@@ -20,7 +20,7 @@ def complaints(ranks: Sequence[Record]) -> list[str]:
 
 
 def failures(ranks: Sequence[Record]) -> list[str]:
-    """How ranks ended, if not well; of exceptions that of the rank which was the first, since others are often due to it."""
+    """How ranks ended, if not well. The exception that was raised first stands first, since others are often due to it."""
     said, early = [], []
     for record in sorted(ranks, key=_ended_ns):
         if record.header.about.get("reader", "recorder") != "recorder":  # another tool's file, which does not tell

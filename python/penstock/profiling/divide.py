@@ -23,7 +23,7 @@ from penstock.profiling.remembered import remembered
 from penstock.profiling.standing import Last, flight, standing
 from penstock.profiling.turns import Course, Turns, turns
 
-__all__ = ["FEW", "OUTLIER", "WARM_UP_STEPS", "counted", "divide", "each_step", "lengths"]
+__all__ = ["OUTLIER", "WARM_UP_STEPS", "counted", "divide", "each_step", "lengths"]
 
 _K = TypeVar("_K")
 
@@ -448,11 +448,11 @@ def _resolved(parts: dict[Kind, float], *examples: dict[Kind, float]) -> dict[Ki
     return found
 
 
-def _about_steps(record: Record, steps: list[Step], lengths: Sequence[tuple[int, int]]) -> list[str]:
+def _about_steps(record: Record, steps: list[Step], took: Sequence[tuple[int, int]]) -> list[str]:
     """
     Args:
         steps: those that count.
-        lengths: their numbers, and how long they are in ns.
+        took: their numbers, and how long they are in ns.
     """
     rank, warm_up, every = record.header.rank, _warm_up(record), len({step.number for step in record.steps})
     problems = []
@@ -467,11 +467,11 @@ def _about_steps(record: Record, steps: list[Step], lengths: Sequence[tuple[int,
         )
     if every <= warm_up:
         return problems
-    median = statistics.median(ns for _, ns in lengths)
-    long = [each for each in lengths if each[1] > OUTLIER * median]
+    median = statistics.median(ns for _, ns in took)
+    long = [each for each in took if each[1] > OUTLIER * median]
     if long:
         number, longest = max(long, key=lambda each: each[1])
-        part = sum(ns for _, ns in long) / sum(ns for _, ns in lengths)
+        part = sum(ns for _, ns in long) / sum(ns for _, ns in took)
         problems.append(
             f"{len(long)} of {len(steps)} steps of rank {rank} took more than {OUTLIER} times the median of "
             f"{median / 1e6:.3f} ms, {100 * part:.1f} % of all time; the longest is step {number} with "

@@ -468,7 +468,10 @@ def _until_closed(host: Host, interface: str, window: Interval) -> Interval:
     return found if 2 * (found[1] - found[0]) >= window[1] - window[0] else window
 
 
-CLOSING, STILL, MOVING = 2, 0.1, 0.25
+CLOSING = 2
+"""Readings of the streams in which a job closes its connections."""
+STILL, MOVING = 0.1, 0.25
+"""Of the mean rate of the run: below it connections carry nothing that counts, and from it on the interface goes on as before."""
 
 
 def _described(host: Host) -> Iterable[tuple[str, str, str]]:

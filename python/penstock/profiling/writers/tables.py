@@ -61,12 +61,8 @@ def csv(breakdown: Breakdown, path: Path) -> None:
     Raises:
         Config: the file cannot be written.
     """
-    with whole(path) as file:
-        writer = library.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for share in breakdown.shares:
-            for row in _rows(share):
-                writer.writerow((share.rank, share.steps, share.sampled, *row))
+    rows = ((share.rank, share.steps, share.sampled, *row) for share in breakdown.shares for row in _rows(share))
+    _write(path, COLUMNS, rows)
 
 
 def steps_csv(steps: Iterable[OneStep], path: Path) -> None:
@@ -75,18 +71,18 @@ def steps_csv(steps: Iterable[OneStep], path: Path) -> None:
     Raises:
         Config: the file cannot be written.
     """
-    with whole(path) as file:
-        writer = library.writer(file, lineterminator="\n")
-        writer.writerow(STEP_COLUMNS)
-        for one in steps:
-            head = (one.rank, one.number, int(one.is_counted), int(one.is_sampled), one.start_ns, one.step_ns)
-            phases = (round(one.work.get(phase, 0.0)) for phase in PHASES)
-            told = one.moving
-            moved: Sequence[object] = [""] * 4
-            if told is not None:
-                parts = (told.exposed_wire_ns, told.exposed_wait_ns, told.hidden_wire_ns, told.hidden_wait_ns)
-                moved = [round(part) for part in parts]
-            writer.writerow((*head, *phases, round(one.exposed_ns), *moved, one.examples))
+    _write(path, STEP_COLUMNS, map(_row_of_step, steps))
+
+
+def _row_of_step(one: OneStep) -> tuple[object, ...]:
+    head = (one.rank, one.number, int(one.is_counted), int(one.is_sampled), one.start_ns, one.step_ns)
+    phases = (round(one.work.get(phase, 0.0)) for phase in PHASES)
+    told = one.moving
+    moved: Sequence[object] = [""] * 4
+    if told is not None:
+        parts = (told.exposed_wire_ns, told.exposed_wait_ns, told.hidden_wire_ns, told.hidden_wait_ns)
+        moved = [round(part) for part in parts]
+    return (*head, *phases, round(one.exposed_ns), *moved, one.examples)
 
 
 def usage_csv(used: Iterable[Group], path: Path) -> None:
@@ -95,13 +91,23 @@ def usage_csv(used: Iterable[Group], path: Path) -> None:
     Raises:
         Config: the file cannot be written.
     """
+    _write(
+        path,
+        USAGE_COLUMNS,
+        (
+            (group.what, group.unit, line.label, line.host, line.counter, start, end, _plain(value))
+            for group in used
+            for line in group.lines
+            for (start, end), value in line.points
+        ),
+    )
+
+
+def _write(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     with whole(path) as file:
         writer = library.writer(file, lineterminator="\n")
-        writer.writerow(USAGE_COLUMNS)
-        for group in used:
-            for line in group.lines:
-                head = (group.what, group.unit, line.label, line.host, line.counter)
-                writer.writerows((*head, start, end, _plain(value)) for (start, end), value in line.points)
+        writer.writerow(columns)
+        writer.writerows(rows)
 
 
 def json(

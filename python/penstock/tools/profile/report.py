@@ -12,7 +12,6 @@ from penstock.numbers import duration, plural, share
 from penstock.profiling import utilisation
 from penstock.profiling.advice import Advice, Change
 from penstock.profiling.breakdown import MEASURING, OTHER, Breakdown, Share
-from penstock.profiling.divide import FEW
 from penstock.profiling.record import Record
 from penstock.profiling.utilisation import Drop
 from penstock.reports import (
@@ -101,7 +100,7 @@ def first_screen(breakdown: Breakdown, records: Sequence[Record], advice: Advice
     shares = [each for each in breakdown.shares if each.steps]
     best = _best(advice)
     next_step = following(breakdown, shares) if best is None else _as_next(best)
-    if breakdown.failures and max((each.steps for each in shares), default=0) < FEW:
+    if breakdown.failures and max((each.steps for each in shares), default=0) < FEW_STEPS:
         next_step = Next("Mend what ended the job: figures of so few steps say little.")
     return Page(
         kind="penstock profile",
@@ -406,5 +405,6 @@ HOW_PREDICTED = (
 )
 WIDTH = 80
 FIRST_BARS, MORE_BARS, MOST_ROWS, MOST_INTERFACES, MOST_HOSTS, MOST_DROPS = 7, 16, 6, 5, 16, 12
+FEW_STEPS = 3
 """`FIRST_BARS` fit on the first screen of a phone, between the answer and the next step."""
 MOST_POINTS = 300

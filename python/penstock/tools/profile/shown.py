@@ -105,8 +105,11 @@ def fallen(drops: Sequence[Drop]) -> str:
     if len(drops) == 1:
         return f"Once {what}: {drop(largest)}."
     explained = [each.cause for each in drops if each.cause]
-    causes = f" by {', '.join(sorted(set(explained)))}" if explained else ""
-    return f"{len(drops)} times {what}; {len(explained)} of these are explained{causes}. The largest: {drop(largest)}."
+    causes = f"explained by {', '.join(sorted(set(explained)))}" if explained else "explained"
+    are = "is" if len(explained) == 1 else "are"
+    return (
+        f"{len(drops)} times {what}; {len(explained) or 'none'} of these {are} {causes}. The largest: {drop(largest)}."
+    )
 
 
 def drop(one: Drop, since: str = "") -> str:
